@@ -6,8 +6,8 @@
 
 A schema is a dataclass whose source lines read `name: type = default  # meaning`, and the help is read from those lines.
 Types: int, float, bool, str, dict, Literal[...], and `X | None`. A config file is Python, `name = value  # why`; names that start
-with `_` are its own, but for `_base = "other.py"`: a file beside it to start from. Values from files and flags go through the same checks. Every mistake is a UserError: one line that says
-what to type instead, exit code 2.
+with `_` are its own, but for `_base = "other.py"`: a file beside it to start from. Values from files and flags go through the same
+checks. Every mistake is a UserError: one line that says what to type instead, exit code 2.
 """
 
 import argparse
