@@ -545,7 +545,8 @@ def first_pass(units, settings, folder):
     records = {k: json.loads(path.read_text()) for k in range(len(units)) if (path := folder / f'{k:06d}.json').exists()}
     todo = [k for k in range(len(units)) if k not in records]
     workers = min(settings.workers or len(os.sched_getaffinity(0)), len(todo))
-    bar = tqdm(total=sum(unit.size for unit in units), unit='B', unit_scale=True, desc='tokenise')
+    bar = tqdm(total=sum(unit.size for unit in units), unit='B', unit_scale=True, desc='tokenise', file=sys.stdout,
+               mininterval=0.5 if sys.stdout.isatty() else 30)
     bar.update(sum(units[k].size for k in records))
     def done(k, record):
         records[k] = record

