@@ -73,7 +73,7 @@ class GPTConfig:
 #     h = memory.read()                 what the next sublayer reads [B, T, D]
 #     memory.write(f)                   that sublayer's raw output [B, T, D]
 #     h = memory.output()               what the final norm reads [B, T, D]
-# read(weights=True) gives (h, alpha): alpha [N, B, T, H] fp32 are the routing weights over the N sources, None where nothing routes.
+# With start(x, record=[]) each routed read appends its weights to that list, alpha [N, B, T, H] fp32 over its N sources.
 # Parameters of all sites are stacked, [S, D]: one optimizer entry each, and every one has a gradient at every step.
 # ----------------------------------------------------------------------------------------------------------------------
 class Additive(nn.Module):
@@ -85,7 +85,7 @@ class Additive(nn.Module):
     def init_weights(self, config, generator):
         """Nothing to initialise: the baseline has no parameters of its own."""
 
-    def start(self, x):
+    def start(self, x, record=None):
         return AdditiveMemory(x)
 
 
@@ -93,8 +93,8 @@ class AdditiveMemory:
     def __init__(self, x):
         self.x = x
 
-    def read(self, weights=False):
-        return (self.x, None) if weights else self.x
+    def read(self):
+        return self.x
 
     def write(self, f):
         self.x = self.x + f
@@ -155,7 +155,7 @@ class HyperConnections(nn.Module):
             B.append(b[j] + self.write_scale[k].float() * dyn[..., -1:])
         return A_m, A_r, B
 
-    def start(self, x):
+    def start(self, x, record=None):
         return HyperMemory(self, x)
 
 
@@ -168,10 +168,9 @@ class HyperMemory:
             self.coefficients = self.residual.coefficients(self.site, self.streams)
         return self.coefficients
 
-    def read(self, weights=False):
+    def read(self):
         a_m = self.connections()[0]
-        h = sum(a * x.float() for a, x in zip(a_m, self.streams)).to(self.streams[0].dtype)
-        return (h, None) if weights else h
+        return sum(a * x.float() for a, x in zip(a_m, self.streams)).to(self.streams[0].dtype)
 
     def write(self, f):
         _, a_r, b = self.connections()
@@ -203,21 +202,23 @@ class Routed(nn.Module):
         init_query(self.query, config, generator)
         self.key_norm.fill_(1.0)
 
-    def start(self, x):
-        if self.kernel == "triton":
+    def start(self, x, record=None):
+        if self.kernel == "triton" and record is None:  # the kernels never form the weights
             return routing_kernels.FusedRouter(x, self.query, self.key_norm, self.n_heads, self.eps)
-        return RoutedMemory(self, x)
+        return RoutedMemory(self, x, record)
 
 
 class RoutedMemory:
-    def __init__(self, residual, x):
-        self.residual, self.sources = residual, [x]
+    def __init__(self, residual, x, record):
+        self.residual, self.sources, self.record = residual, [x], record
         self.queries, self.key_norms = residual.query.unbind(0), residual.key_norm.unbind(0)
 
-    def read(self, weights=False):
+    def read(self):
         s = len(self.sources) - 1
         h, alpha = route_reference(self.sources, self.queries[s], self.key_norms[s], self.residual.n_heads, self.residual.eps)
-        return (h, alpha) if weights else h
+        if self.record is not None:
+            self.record.append(alpha)
+        return h
 
     def write(self, f):
         self.sources.append(f)
@@ -252,23 +253,24 @@ class Delta(nn.Module):
         self.null_source.zero_()
         self.gate.zero_()
 
-    def start(self, x):
-        return DeltaMemory(self, x)
+    def start(self, x, record=None):
+        return DeltaMemory(self, x, record)
 
 
 class DeltaMemory:
-    def __init__(self, residual, x):
-        self.residual, self.site, self.x, self.block_start = residual, 0, x, x
+    def __init__(self, residual, x, record):
+        self.residual, self.record, self.site, self.x, self.block_start = residual, record, 0, x, x
         self.sources = [] if residual.recursive else [x]
         self.parameters = [p.unbind(0) for p in (residual.query, residual.key_norm, residual.null_source, residual.gate)]
 
-    def read(self, weights=False):
+    def read(self):
         r, x = self.residual, self.x
         query, key_norm, null, gate = (p[self.site] for p in self.parameters)
         sources = [null.to(x.dtype).expand_as(x), *self.sources]
         mix, alpha = route_reference(sources, query, key_norm, r.n_heads, r.eps)
-        h = x + gate.to(x.dtype) * mix
-        return (h, alpha) if weights else h
+        if self.record is not None:
+            self.record.append(alpha)
+        return x + gate.to(x.dtype) * mix
 
     def write(self, f):
         before, self.x = self.x, self.x + f
@@ -305,6 +307,8 @@ def choose_kernel(kernel, config, device, dtype):
         return "torch", f"residual={config.residual} does not route"
     if kernel == "torch":
         return "torch", "asked for"
+    if kernel == "auto" and torch.device(device).type != "cuda":
+        return "torch", "the fused kernels need a CUDA device"
     if config.residual == "delta":
         obstacle = "delta routing has no Triton path yet"
     else:
@@ -433,8 +437,8 @@ class GPT(nn.Module):
                 module.weight.copy_(torch.empty(module.weight.shape).normal_(0, 0.02, generator=trunk))
         self.residual.init_weights(self.config, routing)
 
-    def forward(self, idx, targets=None, z_loss=0.0):
-        """idx [B, T] token ids -> logits [B, T, V] in the compute dtype.
+    def forward(self, idx, targets=None, z_loss=0.0, record=None):
+        """idx [B, T] token ids -> logits [B, T, V] in the compute dtype. record: a list to which every routed read appends its weights.
 
         With targets [B, T] (-100 is left out): (loss, cross_entropy), both fp32 scalars, means over the targets in nats per token;
         loss = cross_entropy + z_loss * mean(logsumexp(logits)^2) is what to differentiate, cross_entropy is detached.
@@ -448,7 +452,7 @@ class GPT(nn.Module):
         rope = rope_tables(self.config, T, x.device)
         run = partial(checkpoint, use_reentrant=False) if self.grad_checkpoint and self.training else call
 
-        memory = self.residual.start(x)
+        memory = self.residual.start(x, record)
         for layer in self.layers:
             memory.write(run(layer.attn, memory.read(), rope))
             memory.write(run(layer.mlp, memory.read()))
