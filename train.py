@@ -274,7 +274,7 @@ def main():
     val_windows = ValWindows(val_bin, config.block_size, cfg.eval_windows)
 
     # where the run lives, and whether it goes on
-    stem = Path(next(o for o in origins.values() if o.endswith(".py"))).stem
+    stem = Path(([a for a in sys.argv[1:] if not a.startswith("-")] or ["demo"])[-1]).stem
     out_dir = Path(cfg.out_dir or f"out/{stem}_{config.residual}")
     ckpt = None
     if cfg.resume not in ("auto", "never"):
