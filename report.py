@@ -1,0 +1,388 @@
+"""Runs -> paired tables with intervals, compute-equivalent gain, curves over steps and heads: a Markdown report and PNGs.
+
+    python report.py out/demo_baseline out/demo_mhar       # paired same-step differences of two runs
+    python report.py out/study/*                           # methods x seeds x H x n_kv_head, sorted out by what their logs say
+    python report.py out/sweep/* --best                    # each method at its own best learning rate (the paper's Table 11)
+    python report.py out/long/* --budgets=20000,60000      # the gap at two budgets, read within the same runs
+
+The score of a run is its tail mean: the mean of its last eleven validation losses, in nats per token (the paper's metric, section
+3.1). A run is compared to the baseline run of the same seed, which saw the same batches in the same order, and to no other: runs
+that differ in data, order, steps, batch, trunk or recipe are not paired, and report.py says in what they differ.
+"""
+
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display is needed
+import matplotlib.pyplot as plt
+import numpy as np
+
+from configurator import Parser, UserError, cli
+
+TAIL = 11  # evaluations in a tail mean
+# What two runs must share to be paired ...
+SHARED = """data seed max_steps tokens_per_step block_size eval_windows n_layer n_embd n_head n_kv_head head_dim ffn_dim vocab_size tie_embeddings qk_norm
+    rope_theta norm_eps learning_rate lr_schedule warmup_steps min_lr_ratio beta1 beta2 adam_eps weight_decay decay_norms decay_embeddings grad_clip z_loss
+    dtype param_dtype init_from""".split()
+# ... and what makes two variants of one method, where its runs differ in it.
+ROUTE = ["route_init", "route_lr_scale", "route_weight_decay"]
+VARIANT = {"attnres": ROUTE, "mhar": ROUTE, "delta": [*ROUTE, "delta_blocks", "delta_recursive"], "hc": ["hc_streams", "decay_hc_static"]}
+COLORS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")  # told apart by colour-blind readers
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Runs, and which may be compared to which
+# ----------------------------------------------------------------------------------------------------------------------
+def load(folder):
+    """A run from its log.jsonl: name, settings (its train and model config in one dict), val {step: loss}."""
+    path = Path(folder) / "log.jsonl"
+    if not path.is_file():
+        raise UserError(f"{folder} holds no log.jsonl: RUN is a folder that train.py wrote, its out_dir")
+    settings, val = None, {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}:{number} is not JSON: resume the run, which cuts its log back to the last checkpoint") from error
+        if event["event"] == "start":
+            settings = event["config"] | event["model_config"] | {key: event[key] for key in ("params", "tokens_per_step", "data")}
+        elif event["event"] == "val":
+            val[event["step"]] = event["loss"]
+    if not val:
+        raise UserError(f"{path} has no evaluation yet: let the run go on")
+    settings["data"] = " ".join(settings["data"][key][:12] for key in ("dataset", "sha256", "val_sha256"))
+    return SimpleNamespace(name=str(folder), settings=settings, val=val, seed=settings["seed"], rate=settings["learning_rate"])
+
+
+def name_methods(runs):
+    """Sets run.method, the residual method with its H or kind and the variant fields in which its runs differ, and run.heads, the
+    place in a sweep over H (attnres is H = 1) or None."""
+    for run in runs:
+        residual, heads = run.settings["residual"], run.settings["route_heads"]
+        kind = {"mhar": f"-h{heads}", "delta": f"-h{heads}", "hc": "-dynamic" if run.settings["hc_dynamic"] else "-static"}.get(residual, "")
+        alike = [r.settings for r in runs if r.settings["residual"] == residual]
+        varied = [field for field in VARIANT.get(residual, []) if len({s[field] for s in alike}) > 1]
+        run.method = residual + kind + "".join(f" {field}={run.settings[field]}" for field in varied)
+        run.heads = {"attnres": 1, "mhar": heads}.get(residual)
+
+
+def shared(run, *without):
+    return tuple((field, str(run.settings[field])) for field in SHARED if field not in without)
+
+
+def compare(runs, baseline, best, budgets):
+    """The cells of the comparison: runs that share everything but method and seed (and learning rate, for `best`).
+
+    A cell: settings; budgets, the steps at which scores are read; steps [E] of the evaluations up to the last budget; rows, one per
+    method, the baseline first. A row: method, heads, run (one of its runs), losses and deltas [seeds, E], paired by seed and step.
+    UserError where a run has no partner, stands twice, or has not reached a budget.
+    """
+    free = ("seed", "learning_rate") if best else ("seed",)
+    groups = defaultdict(lambda: defaultdict(dict))
+    for run in runs:
+        twin = groups[shared(run, *free)][run.method].setdefault((run.rate, run.seed), run)
+        if twin is not run:
+            raise UserError(f"{twin.name} and {run.name} are both {run.method} with seed {run.seed}: leave one out")
+    cells = []
+    for methods in groups.values():
+        settings = next(iter(next(iter(methods.values())).values())).settings
+        cell = SimpleNamespace(settings=settings, budgets=budgets or [settings["max_steps"]], rows=[])
+        for run in (run for by_seed in methods.values() for run in by_seed.values()):
+            for step in cell.budgets:
+                if step not in run.val:
+                    last, end = max(run.val), run.settings["max_steps"]
+                    hint = (
+                        f"resume it, or give --budgets={last} to compare up to there"
+                        if last < end
+                        else f"it was evaluated at {sorted(run.val)[:3]} ..."
+                    )
+                    raise UserError(f"{run.name} has no evaluation at step {step}, its last is at step {last} of {end}: {hint}")
+        chosen = {method: choose(method, by_rate_and_seed, cell.budgets[-1]) for method, by_rate_and_seed in methods.items()}
+        for method, by_seed in sorted(chosen.items(), key=lambda item: order(item, baseline)):
+            partners = {seed: chosen.get(baseline, {}).get(seed) or refuse(run, baseline, runs, free[1:]) for seed, run in by_seed.items()}
+            cell.steps = np.array([step for step in sorted(next(iter(by_seed.values())).val) if step <= cell.budgets[-1]])
+            for run in (*by_seed.values(), *partners.values()):
+                if [step for step in sorted(run.val) if step <= cell.budgets[-1]] != cell.steps.tolist():
+                    raise UserError(f"{run.name} was evaluated at other steps than {next(iter(by_seed.values())).name}: not paired")
+            losses, references = (np.array([[run.val[step] for step in cell.steps] for run in side.values()]) for side in (by_seed, partners))
+            run = next(iter(by_seed.values()))
+            cell.rows.append(SimpleNamespace(method=method, heads=run.heads, run=run, losses=losses, deltas=losses - references))
+        cells.append(cell)
+    return cells
+
+
+def order(item, baseline):
+    method, runs = item
+    return method != baseline, method.split("-h")[0], next(iter(runs.values())).heads or 0, method
+
+
+def choose(method, by_rate_and_seed, step):
+    """{seed: run} at the learning rate with the lowest mean score; the rates are compared over the seeds that each of them has."""
+    rates = sorted({rate for rate, _ in by_rate_and_seed})
+    common = set.intersection(*({seed for r, seed in by_rate_and_seed if r == rate} for rate in rates))
+    if not common:
+        raise UserError(f"--best: {method} has no seed that was run at each of its rates {rates}: add one, or leave a rate out")
+    tail = lambda run: np.mean([run.val[s] for s in sorted(run.val) if s <= step][-TAIL:])
+    best = min(rates, key=lambda rate: np.mean([tail(by_rate_and_seed[rate, seed]) for seed in common]))
+    return {seed: run for (rate, seed), run in sorted(by_rate_and_seed.items()) if rate == best}
+
+
+def refuse(run, baseline, runs, free):
+    """Say in what `run` differs from the nearest baseline run."""
+    differences = {
+        r.name: [(key, a, b) for (key, a), (_, b) in zip(shared(run, *free), shared(r, *free)) if a != b] for r in runs if r.method == baseline
+    }
+    name = min(differences, key=lambda name: len(differences[name]))
+    text = ", ".join(f"{key} ({a} against {b})" for key, a, b in differences[name])
+    raise UserError(f"{run.name} ({run.method}) has no {baseline} run to be paired with: the nearest, {name}, differs in {text}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Numbers
+# ----------------------------------------------------------------------------------------------------------------------
+def t_inside(t, df):
+    """P(|T| < t) of Student's t with df degrees of freedom (Abramowitz & Stegun 26.7.3 and 26.7.4)."""
+    theta, odd = math.atan(t / math.sqrt(df)), df % 2
+    term, total = math.cos(theta) if odd else 1.0, 0.0
+    for k in range(df // 2):
+        total += term
+        term *= math.cos(theta) ** 2 * ((2 * k + 2) / (2 * k + 3) if odd else (2 * k + 1) / (2 * k + 2))
+    return 2 / math.pi * (theta + math.sin(theta) * total) if odd else math.sin(theta) * total
+
+
+def t_critical(df, level=0.95):
+    low, high = 0.0, 1000.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_inside(middle, df) < level else (low, middle)
+    return high
+
+
+def score(values, cell, budget):
+    """(mean, standard error over the seeds, half width of the 95% t interval) of tail means; values [seeds, E], the last two None for one seed."""
+    tails = values[:, cell.steps <= budget][:, -TAIL:].mean(1)
+    error = tails.std(ddof=1) / math.sqrt(len(tails)) if len(tails) > 1 else None
+    return tails.mean(), error, error and t_critical(len(tails) - 1) * error
+
+
+def compute_curve(cell):
+    """The baseline's training FLOPs and mean losses after warm-up, [E, 2]. Per token: 6 FLOPs per parameter of a matrix (a tied
+    embedding is one, as the output head), and causal attention."""
+    s, baseline = cell.settings, cell.rows[0]
+    matrices = baseline.run.settings["params"]["total"] - (0 if s["tie_embeddings"] else s["vocab_size"] * s["n_embd"])
+    per_token = 6 * matrices + 6 * s["n_layer"] * s["block_size"] * s["n_head"] * s["head_dim"]
+    points = np.stack([per_token * s["tokens_per_step"] * cell.steps, baseline.losses.mean(0)], 1)
+    return points[cell.steps > s["warmup_steps"]]
+
+
+def exponents(cells):
+    """The ways to read alpha in L = A C^-alpha off the baseline (paper, section 3.2): {name: alpha}. The lower envelope of all its
+    curves; the final points of the scales, if there are several; and 0.15, Chinchilla-like and steep."""
+    curves = [compute_curve(cell) for cell in cells]
+    points = sorted(tuple(point) for curve in curves for point in curve)
+    envelope = [p for i, p in enumerate(points) if all(p[1] < before[1] for before in points[:i])]
+    finals = [(curve[-1, 0], score(cell.rows[0].losses, cell, cell.budgets[-1])[0]) for cell, curve in zip(cells, curves) if len(curve)]
+    fits = {name: -np.polyfit(*np.log(p).T, 1)[0] for name, p in (("envelope", envelope), ("final points", finals)) if len({c for c, _ in p}) > 1}
+    return {name: alpha for name, alpha in fits.items() if alpha > 0} | {"steep": 0.15}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tables
+# ----------------------------------------------------------------------------------------------------------------------
+def table(head, rows):
+    return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in [head, ["---"] + ["---:"] * (len(head) - 1), *rows])
+
+
+def show(mean, error, half, sign=""):
+    return f"{mean:{sign}.4f}" + (f" ± {error:.4f}" if error is not None else "")
+
+
+def score_table(cell, best):
+    """One row per method: tail mean, paired difference and its interval; and, for two budgets or more, the difference at each."""
+    baseline, last, lines = cell.rows[0].method, cell.budgets[-1], []
+    for row in cell.rows:
+        mean, _, half = delta = score(row.deltas, cell, last)
+        interval = f"{mean - half:+.4f} to {mean + half:+.4f}" if half is not None else "one seed"
+        compared = [f"{show(*score(row.deltas, cell, b), '+')}" for b in cell.budgets[:-1]] + [show(*delta, "+"), interval]
+        line = [row.method, f"{row.run.settings['params']['total']:,}", len(row.losses), show(*score(row.losses, cell, last))]
+        lines.append(line + [f"{row.run.rate:g}"] * best + (compared if row.method != baseline else [""] * len(compared)))
+    deltas = [f"Δ to {baseline}" + f", step {b:,}" * (len(cell.budgets) > 1) for b in cell.budgets]
+    return table(["method", "parameters", "seeds", "loss"] + ["best rate"] * best + deltas + ["95% interval"], lines)
+
+
+def step_table(cell, most=12):
+    """Same-step losses and differences, means over the seeds, at about a dozen evenly spaced evaluations."""
+    spaced = range(len(cell.steps) - 1, -1, -math.ceil(len(cell.steps) / most))[::-1]
+    lines = [
+        [f"{cell.steps[i]:,}", f"{cell.rows[0].losses[:, i].mean():.4f}"] + [f"{row.deltas[:, i].mean():+.4f}" for row in cell.rows[1:]]
+        for i in spaced
+    ]
+    return table(["step", cell.rows[0].method] + [f"Δ {row.method}" for row in cell.rows[1:]], lines)
+
+
+def gain_table(cells):
+    """Compute-equivalent gain: the factor on the baseline's training FLOPs that would take it to the method's loss."""
+    alphas, lines = exponents(cells), []
+    for cell in cells:
+        for row in cell.rows[1:]:
+            ratio = score(cell.rows[0].losses, cell, cell.budgets[-1])[0] / score(row.losses, cell, cell.budgets[-1])[0]
+            lines.append([row.method + f", {cell.title}" * (len(cells) > 1)] + [f"{ratio ** (1 / alpha):.2f}x" for alpha in alphas.values()])
+    return table(["compute-equivalent gain"] + [f"{name}, α = {alpha:.3f}" for name, alpha in alphas.items()], lines)
+
+
+def grid_table(grid):
+    """grid {n_kv_head: {H: (loss, Δ)}}, each row's lowest loss in bold."""
+    heads, lines = sorted({h for row in grid.values() for h in row}), []
+    for kv, row in sorted(grid.items()):
+        text = {h: f"{loss:.4f} ({delta:+.4f})" for h, (loss, delta) in row.items()}
+        text[low] = f"**{text[low := min(row, key=row.get)]}**"
+        lines.append([kv] + [text.get(h, "") for h in heads])
+    return table(["n_kv_head"] + [f"H = {h}" for h in heads], lines)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Plots, to be read at the width of a README
+# ----------------------------------------------------------------------------------------------------------------------
+def axes(n=1, **size):
+    figure, made = plt.subplots(1, n, squeeze=False, **size)
+    for axis in made[0]:
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, made[0]
+
+
+def save(figure, path):
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_curves(cell, path):
+    """Left the losses over steps, right the same-step differences; means over the seeds, and the single seeds thin behind them."""
+    figure, panels = axes(2, figsize=(11, 4.2))
+    late = cell.steps >= cell.steps[-1] / 5  # the first fifth would flatten the rest
+    for axis, name in zip(panels, ("losses", "deltas")):
+        curves = {row.method: getattr(row, name) for row in cell.rows}
+        axis.set_xlim(cell.steps[late][0], cell.steps[-1])
+        low, high = (f([f(c.mean(0)[late]) for c in curves.values()]) for f in (min, max))
+        gap = (high - low or 1) * 0.07
+        axis.set_ylim(low - gap, high + gap)
+        y = -math.inf
+        for method, curve in sorted(curves.items(), key=lambda item: item[1][:, -1].mean()):
+            color = COLORS[list(curves).index(method) % len(COLORS)]
+            axis.plot(cell.steps, curve.mean(0), color=color, lw=1.8)
+            if len(curve) > 1 and name == "deltas":
+                axis.plot(cell.steps, curve.T, color=color, lw=0.7, alpha=0.4)
+            y = max(curve[:, -1].mean(), y + gap)  # a name at each line's end, pushed up where two would overlap
+            axis.annotate(f" {method}", (1, y), xycoords=("axes fraction", "data"), color=color, va="center")
+        axis.set_xlabel("optimizer step")
+    panels[0].set_ylabel("validation loss (nats per token)")
+    panels[1].set_ylabel(f"difference to {cell.rows[0].method}, same step")
+    figure.suptitle(cell.title, fontsize=11)
+    save(figure, path)
+
+
+def plot_heads(cells, path):
+    """The difference to the baseline over the number of routing heads, with standard errors: the U-curve."""
+    figure, (axis,) = axes(figsize=(7, 4.2))
+    for cell, color in zip(cells, COLORS[1:] * len(cells)):
+        points = [(row.heads, *score(row.deltas, cell, cell.budgets[-1])[:2]) for row in cell.rows if row.heads]
+        axis.errorbar(
+            [h for h, _, _ in points], [m for _, m, _ in points], [e or 0 for _, _, e in points], color=color, marker="o", capsize=3, label=cell.title
+        )
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([h for h, _, _ in points], [h for h, _, _ in points])
+    axis.set(xlabel="routing heads H", ylabel=f"difference to {cells[0].rows[0].method} (nats per token)", title="How many heads?")
+    axis.legend(frameon=False, fontsize=9)
+    save(figure, path)
+
+
+def plot_grid(grid, path):
+    """Loss over n_kv_head and H, a star at each row's lowest."""
+    kvs, heads = sorted(grid), sorted({h for row in grid.values() for h in row})
+    losses = np.array([[grid[kv].get(h, (np.nan,))[0] for h in heads] for kv in kvs])
+    figure, axis = plt.subplots(figsize=(1.6 + 1.2 * len(heads), 1.6 + 0.8 * len(kvs)))
+    axis.imshow(losses, cmap="Blues", aspect="auto")
+    for (i, j), loss in np.ndenumerate(losses):
+        if not np.isnan(loss):
+            dark = loss > (np.nanmin(losses) + np.nanmax(losses)) / 2
+            axis.text(j, i, f"{loss:.3f}" + " ★" * bool(loss == np.nanmin(losses[i])), ha="center", va="center", color="white" if dark else "black")
+    axis.set_xticks(range(len(heads)), heads)
+    axis.set_yticks(range(len(kvs)), kvs)
+    axis.set(xlabel="routing heads H", ylabel="n_kv_head", title="Validation loss")
+    save(figure, path)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The report
+# ----------------------------------------------------------------------------------------------------------------------
+def title(cell, cells):
+    """Data, shape, length, rate, and whatever else tells this cell from the others."""
+    s = cell.settings
+    told = {"data": s["dataset"], "n_embd": f"d{s['n_embd']}", "n_layer": f"L{s['n_layer']}", "n_kv_head": f"kv{s['n_kv_head']}",
+            "max_steps": f"{s['max_steps']:,} steps", "tokens_per_step": f"of {s['tokens_per_step']:,} tokens", "learning_rate": f"lr {s['learning_rate']:g}"}  # fmt: skip
+    more = [f"{key} {s[key]}" for key in SHARED if key not in (*told, "seed") and len({str(c.settings[key]) for c in cells}) > 1]
+    return " ".join([*told.values(), *more])
+
+
+def write(cells, best, out):
+    """report.md and its PNGs in folder `out`; returns the Markdown."""
+    out.mkdir(parents=True, exist_ok=True)
+    parts = [
+        f"Loss: the mean of the last {TAIL} evaluations, in nats per token. Δ is paired by seed, below zero is better; ± one standard error over seeds.\n"
+    ]
+    pools, grids = defaultdict(list), defaultdict(dict)
+    for i, cell in enumerate(cells, 1):
+        cell.title = title(cell, cells)
+        image = f"curves_{i}.png" if len(cells) > 1 else "curves.png"
+        plot_curves(cell, out / image)
+        parts += [f"## {cell.title}\n", f"![{cell.title}]({image})\n", step_table(cell), score_table(cell, best)]
+        pools[cell.settings["data"], best or cell.settings["learning_rate"]].append(cell)
+        by_heads = {r.heads: tuple(score(x, cell, cell.budgets[-1])[0] for x in (r.losses, r.deltas)) for r in cell.rows if r.heads}
+        grids[shared(cell, "seed", "n_kv_head", "learning_rate" * best)][cell.settings["n_kv_head"]] = by_heads
+    parts += ["How much more compute the baseline would need, if L = A C^-α:\n"]
+    parts += [gain_table(pool) for pool in pools.values()]
+    if swept := [cell for cell in cells if len([row for row in cell.rows if row.heads]) > 2]:
+        plot_heads(swept, out / "heads.png")
+        parts += ["![How many heads?](heads.png)\n"]
+    for i, grid in enumerate((g for g in grids.values() if len(g) > 1 and max(map(len, g.values())) > 1), 1):
+        plot_grid(grid, out / f"grid_{i}.png")
+        parts += ["Loss (Δ) over n_kv_head and H:\n", grid_table(grid), f"![Loss over n_kv_head and H](grid_{i}.png)\n"]
+    (out / "report.md").write_text("\n".join(parts))
+    return "\n".join(part for part in parts if not part.startswith("!["))
+
+
+def main():
+    parser = Parser(prog="report.py", description=__doc__)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a folder that train.py wrote")
+    parser.add_argument(
+        "--baseline", default="baseline", help="compare to this method (attnres, mhar-h8, hc-static ...), or to the method of this RUN"
+    )
+    parser.add_argument("--best", action="store_true", help="each method at the learning rate where its loss is lowest")
+    parser.add_argument("--budgets", default="", help="steps, with commas, at which to read the tail means; default: the end")
+    parser.add_argument("--out_dir", default="report", help="where report.md and the PNGs go")
+    args = parser.parse_args()
+    if args.budgets and not args.budgets.replace(",", "").isdigit():
+        raise UserError(f"--budgets={args.budgets}: write steps with commas, as in --budgets=20000,60000")
+    runs = [load(folder) for folder in dict.fromkeys(Path(folder) for folder in args.runs)]
+    name_methods(runs)
+    methods = {run.name: run.method for run in runs}
+    baseline = methods.get(str(Path(args.baseline)), args.baseline)
+    if baseline not in methods.values():
+        raise UserError(
+            f"none of these runs is a {baseline} to compare to: add one, or give --baseline= one of {', '.join(sorted(set(methods.values())))}"
+        )
+    if set(methods.values()) == {baseline}:
+        raise UserError(f"all of these runs are {baseline}: name a run of another method to compare")
+    cells = compare(runs, baseline, args.best, sorted({int(step) for step in args.budgets.split(",") if step}))
+    print(write(cells, args.best, Path(args.out_dir)))
+    print(f"Written to {args.out_dir}: report.md, with curves and, where heads were swept, heads.png and grids")
+
+
+if __name__ == "__main__":
+    cli(main)
