@@ -55,20 +55,21 @@ def load(folder):
             val[event["step"]] = event["loss"]
     if not val:
         raise UserError(f"{path} has no evaluation yet: let the run go on")
-    settings["data"] = " ".join(settings["data"][key][:12] for key in ("dataset", "sha256", "val_sha256"))
+    settings["dataset"] = Path(settings["dataset"]).name
+    settings["data"] = " ".join([settings["dataset"], *(settings["data"][key][:8] for key in ("sha256", "val_sha256"))])
     return SimpleNamespace(name=str(folder), settings=settings, val=val, seed=settings["seed"], rate=settings["learning_rate"])
 
 
 def name_methods(runs):
-    """Sets run.method, the residual method with its H or kind and the variant fields in which its runs differ, and run.heads, the
-    place in a sweep over H (attnres is H = 1) or None."""
+    """Sets run.method, the residual method with its H or kind and the variant fields in which its runs differ, and run.heads, its
+    place in a sweep over H (attnres is H = 1), None outside one."""
     for run in runs:
         residual, heads = run.settings["residual"], run.settings["route_heads"]
         kind = {"mhar": f"-h{heads}", "delta": f"-h{heads}", "hc": "-dynamic" if run.settings["hc_dynamic"] else "-static"}.get(residual, "")
         alike = [r.settings for r in runs if r.settings["residual"] == residual]
         varied = [field for field in VARIANT.get(residual, []) if len({s[field] for s in alike}) > 1]
         run.method = residual + kind + "".join(f" {field}={run.settings[field]}" for field in varied)
-        run.heads = {"attnres": 1, "mhar": heads}.get(residual)
+        run.heads = None if varied else {"attnres": 1, "mhar": heads}.get(residual)
 
 
 def shared(run, *without):
@@ -85,61 +86,51 @@ def compare(runs, baseline, best, budgets):
     free = ("seed", "learning_rate") if best else ("seed",)
     groups = defaultdict(lambda: defaultdict(dict))
     for run in runs:
+        run.budgets = budgets or [run.settings["max_steps"]]
+        if missing := [step for step in run.budgets if step not in run.val]:
+            last = max(run.val)
+            raise UserError(
+                f"{run.name} has no evaluation at step {missing[0]}, its last is at {last}: resume it, or give --budgets={last} to compare there"
+            )
+        run.steps = [step for step in sorted(run.val) if step <= run.budgets[-1]]
         twin = groups[shared(run, *free)][run.method].setdefault((run.rate, run.seed), run)
         if twin is not run:
             raise UserError(f"{twin.name} and {run.name} are both {run.method} with seed {run.seed}: leave one out")
     cells = []
     for methods in groups.values():
-        settings = next(iter(next(iter(methods.values())).values())).settings
-        cell = SimpleNamespace(settings=settings, budgets=budgets or [settings["max_steps"]], rows=[])
-        for run in (run for by_seed in methods.values() for run in by_seed.values()):
-            for step in cell.budgets:
-                if step not in run.val:
-                    last, end = max(run.val), run.settings["max_steps"]
-                    hint = (
-                        f"resume it, or give --budgets={last} to compare up to there"
-                        if last < end
-                        else f"it was evaluated at {sorted(run.val)[:3]} ..."
-                    )
-                    raise UserError(f"{run.name} has no evaluation at step {step}, its last is at step {last} of {end}: {hint}")
-        chosen = {method: choose(method, by_rate_and_seed, cell.budgets[-1]) for method, by_rate_and_seed in methods.items()}
-        for method, by_seed in sorted(chosen.items(), key=lambda item: order(item, baseline)):
-            partners = {seed: chosen.get(baseline, {}).get(seed) or refuse(run, baseline, runs, free[1:]) for seed, run in by_seed.items()}
-            cell.steps = np.array([step for step in sorted(next(iter(by_seed.values())).val) if step <= cell.budgets[-1]])
-            for run in (*by_seed.values(), *partners.values()):
-                if [step for step in sorted(run.val) if step <= cell.budgets[-1]] != cell.steps.tolist():
-                    raise UserError(f"{run.name} was evaluated at other steps than {next(iter(by_seed.values())).name}: not paired")
-            losses, references = (np.array([[run.val[step] for step in cell.steps] for run in side.values()]) for side in (by_seed, partners))
-            run = next(iter(by_seed.values()))
-            cell.rows.append(SimpleNamespace(method=method, heads=run.heads, run=run, losses=losses, deltas=losses - references))
-        cells.append(cell)
+        chosen = {method: choose(method, by_rate_and_seed) for method, by_rate_and_seed in methods.items()}
+        references, rows = chosen.get(baseline, {}), []
+        for method, by_seed in chosen.items():
+            for seed, run in by_seed.items():
+                if seed not in references:
+                    refuse(run, list(references.values()) or [r for r in runs if r.method == baseline])
+                if run.steps != references[seed].steps:
+                    raise UserError(f"{run.name} was evaluated at other steps than {references[seed].name}: not paired")
+            losses = np.array([[run.val[step] for step in run.steps] for run in by_seed.values()])
+            deltas = losses - np.array([[references[seed].val[step] for step in run.steps] for seed, run in by_seed.items()])
+            rows.append(SimpleNamespace(method=method, heads=run.heads, run=run, losses=losses, deltas=deltas))
+        rows.sort(key=lambda row: (row.method != baseline, row.run.settings["residual"], row.heads or 0, row.method))
+        cells.append(SimpleNamespace(settings=run.settings, budgets=run.budgets, steps=np.array(run.steps), rows=rows))
     return cells
 
 
-def order(item, baseline):
-    method, runs = item
-    return method != baseline, method.split("-h")[0], next(iter(runs.values())).heads or 0, method
-
-
-def choose(method, by_rate_and_seed, step):
+def choose(method, by_rate_and_seed):
     """{seed: run} at the learning rate with the lowest mean score; the rates are compared over the seeds that each of them has."""
     rates = sorted({rate for rate, _ in by_rate_and_seed})
     common = set.intersection(*({seed for r, seed in by_rate_and_seed if r == rate} for rate in rates))
     if not common:
         raise UserError(f"--best: {method} has no seed that was run at each of its rates {rates}: add one, or leave a rate out")
-    tail = lambda run: np.mean([run.val[s] for s in sorted(run.val) if s <= step][-TAIL:])
-    best = min(rates, key=lambda rate: np.mean([tail(by_rate_and_seed[rate, seed]) for seed in common]))
+    tails = {key: np.mean([run.val[step] for step in run.steps[-TAIL:]]) for key, run in by_rate_and_seed.items()}
+    best = min(rates, key=lambda rate: np.mean([tails[rate, seed] for seed in common]))
     return {seed: run for (rate, seed), run in sorted(by_rate_and_seed.items()) if rate == best}
 
 
-def refuse(run, baseline, runs, free):
-    """Say in what `run` differs from the nearest baseline run."""
-    differences = {
-        r.name: [(key, a, b) for (key, a), (_, b) in zip(shared(run, *free), shared(r, *free)) if a != b] for r in runs if r.method == baseline
-    }
-    name = min(differences, key=lambda name: len(differences[name]))
-    text = ", ".join(f"{key} ({a} against {b})" for key, a, b in differences[name])
-    raise UserError(f"{run.name} ({run.method}) has no {baseline} run to be paired with: the nearest, {name}, differs in {text}")
+def refuse(run, references):
+    """Say in what `run` differs from the nearest of the runs that it might have been paired with."""
+    differences = {r.name: [key for key in SHARED if str(run.settings[key]) != str(r.settings[key])] for r in references}
+    near = min(references, key=lambda r: len(differences[r.name]))
+    text = ", ".join(f"{key} ({run.settings[key]} against {near.settings[key]})" for key in differences[near.name])
+    raise UserError(f"{run.name} ({run.method}) has no {near.method} run to be paired with: the nearest, {near.name}, differs in {text}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -192,7 +183,7 @@ def exponents(cells):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Tables
+# Tables and plots, the latter to be read at the width of a README
 # ----------------------------------------------------------------------------------------------------------------------
 def table(head, rows):
     return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in [head, ["---"] + ["---:"] * (len(head) - 1), *rows])
@@ -202,52 +193,45 @@ def show(mean, error, half, sign=""):
     return f"{mean:{sign}.4f}" + (f" ± {error:.4f}" if error is not None else "")
 
 
-def score_table(cell, best):
-    """One row per method: tail mean, paired difference and its interval; and, for two budgets or more, the difference at each."""
-    baseline, last, lines = cell.rows[0].method, cell.budgets[-1], []
+def score_table(cell, best, alphas):
+    """One row per method: tail mean, paired difference (at each budget) with its interval, and compute-equivalent gain: the factor on
+    the baseline's training FLOPs that would take it to the method's loss, by each of the exponents `alphas`."""
+    (baseline, *_), last, lines = cell.rows, cell.budgets[-1], []
     for row in cell.rows:
-        mean, _, half = delta = score(row.deltas, cell, last)
-        interval = f"{mean - half:+.4f} to {mean + half:+.4f}" if half is not None else "one seed"
-        compared = [f"{show(*score(row.deltas, cell, b), '+')}" for b in cell.budgets[:-1]] + [show(*delta, "+"), interval]
-        line = [row.method, f"{row.run.settings['params']['total']:,}", len(row.losses), show(*score(row.losses, cell, last))]
-        lines.append(line + [f"{row.run.rate:g}"] * best + (compared if row.method != baseline else [""] * len(compared)))
-    deltas = [f"Δ to {baseline}" + f", step {b:,}" * (len(cell.budgets) > 1) for b in cell.budgets]
-    return table(["method", "parameters", "seeds", "loss"] + ["best rate"] * best + deltas + ["95% interval"], lines)
+        line = [row.method, f"{row.run.settings['params']['total']:,}", len(row.losses), show(*score(row.losses, cell, last))] + [
+            f"{row.run.rate:g}"
+        ] * best
+        if row is not baseline:
+            mean, _, half = score(row.deltas, cell, last)
+            gain = score(baseline.losses, cell, last)[0] / score(row.losses, cell, last)[0]
+            line += [show(*score(row.deltas, cell, budget), "+") for budget in cell.budgets]
+            line += [f"{mean - half:+.4f} to {mean + half:+.4f}" if half is not None else "one seed"]
+            line += [" / ".join(f"{gain ** (1 / alpha):.2f}x" for alpha in alphas.values())]
+        lines.append(line + [""] * (len(cell.budgets) + 2) * (row is baseline))
+    deltas = [f"Δ to {baseline.method}" + f", step {budget:,}" * (len(cell.budgets) > 1) for budget in cell.budgets]
+    gains = "compute gain at α = " + " / ".join(f"{alpha:.3f}" for alpha in alphas.values())
+    return table(["method", "parameters", "seeds", "loss"] + ["best rate"] * best + [*deltas, "95% interval", gains], lines)
 
 
 def step_table(cell, most=12):
     """Same-step losses and differences, means over the seeds, at about a dozen evenly spaced evaluations."""
-    spaced = range(len(cell.steps) - 1, -1, -math.ceil(len(cell.steps) / most))[::-1]
-    lines = [
-        [f"{cell.steps[i]:,}", f"{cell.rows[0].losses[:, i].mean():.4f}"] + [f"{row.deltas[:, i].mean():+.4f}" for row in cell.rows[1:]]
-        for i in spaced
-    ]
-    return table(["step", cell.rows[0].method] + [f"Δ {row.method}" for row in cell.rows[1:]], lines)
-
-
-def gain_table(cells):
-    """Compute-equivalent gain: the factor on the baseline's training FLOPs that would take it to the method's loss."""
-    alphas, lines = exponents(cells), []
-    for cell in cells:
-        for row in cell.rows[1:]:
-            ratio = score(cell.rows[0].losses, cell, cell.budgets[-1])[0] / score(row.losses, cell, cell.budgets[-1])[0]
-            lines.append([row.method + f", {cell.title}" * (len(cells) > 1)] + [f"{ratio ** (1 / alpha):.2f}x" for alpha in alphas.values()])
-    return table(["compute-equivalent gain"] + [f"{name}, α = {alpha:.3f}" for name, alpha in alphas.items()], lines)
+    baseline, *others = cell.rows
+    lines = []
+    for i in range(len(cell.steps) - 1, -1, -math.ceil(len(cell.steps) / most))[::-1]:
+        lines.append([f"{cell.steps[i]:,}", f"{baseline.losses[:, i].mean():.4f}"] + [f"{row.deltas[:, i].mean():+.4f}" for row in others])
+    return table(["step", baseline.method] + [f"Δ {row.method}" for row in others], lines)
 
 
 def grid_table(grid):
     """grid {n_kv_head: {H: (loss, Δ)}}, each row's lowest loss in bold."""
     heads, lines = sorted({h for row in grid.values() for h in row}), []
     for kv, row in sorted(grid.items()):
-        text = {h: f"{loss:.4f} ({delta:+.4f})" for h, (loss, delta) in row.items()}
-        text[low] = f"**{text[low := min(row, key=row.get)]}**"
+        low = min(row, key=row.get)
+        text = {h: f"{loss:.4f} ({delta:+.4f})" if h != low else f"**{loss:.4f} ({delta:+.4f})**" for h, (loss, delta) in row.items()}
         lines.append([kv] + [text.get(h, "") for h in heads])
     return table(["n_kv_head"] + [f"H = {h}" for h in heads], lines)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Plots, to be read at the width of a README
-# ----------------------------------------------------------------------------------------------------------------------
 def axes(n=1, **size):
     figure, made = plt.subplots(1, n, squeeze=False, **size)
     for axis in made[0]:
@@ -265,6 +249,7 @@ def save(figure, path):
 def plot_curves(cell, path):
     """Left the losses over steps, right the same-step differences; means over the seeds, and the single seeds thin behind them."""
     figure, panels = axes(2, figsize=(11, 4.2))
+    colors = dict(zip([row.method for row in cell.rows], COLORS * len(cell.rows)))
     late = cell.steps >= cell.steps[-1] / 5  # the first fifth would flatten the rest
     for axis, name in zip(panels, ("losses", "deltas")):
         curves = {row.method: getattr(row, name) for row in cell.rows}
@@ -272,14 +257,15 @@ def plot_curves(cell, path):
         low, high = (f([f(c.mean(0)[late]) for c in curves.values()]) for f in (min, max))
         gap = (high - low or 1) * 0.07
         axis.set_ylim(low - gap, high + gap)
-        y = -math.inf
-        for method, curve in sorted(curves.items(), key=lambda item: item[1][:, -1].mean()):
-            color = COLORS[list(curves).index(method) % len(COLORS)]
-            axis.plot(cell.steps, curve.mean(0), color=color, lw=1.8)
+        for method, curve in curves.items():
+            axis.plot(cell.steps, curve.mean(0), color=colors[method], lw=1.8)
             if len(curve) > 1 and name == "deltas":
-                axis.plot(cell.steps, curve.T, color=color, lw=0.7, alpha=0.4)
-            y = max(curve[:, -1].mean(), y + gap)  # a name at each line's end, pushed up where two would overlap
-            axis.annotate(f" {method}", (1, y), xycoords=("axes fraction", "data"), color=color, va="center")
+                axis.plot(cell.steps, curve.T, color=colors[method], lw=0.7, alpha=0.4)
+        ends, names = zip(*sorted((curve[:, -1].mean(), method) for method, curve in curves.items()))
+        spread = gap * np.arange(len(ends))
+        places = np.maximum.accumulate(ends - spread) + spread  # a name at each line's end, apart from its neighbours
+        for y, method in zip(places - np.mean(places - ends), names):
+            axis.annotate(f" {method}", (1, y), xycoords=("axes fraction", "data"), color=colors[method], va="center")
         axis.set_xlabel("optimizer step")
     panels[0].set_ylabel("validation loss (nats per token)")
     panels[1].set_ylabel(f"difference to {cell.rows[0].method}, same step")
@@ -288,39 +274,19 @@ def plot_curves(cell, path):
 
 
 def plot_heads(cells, path):
-    """The difference to the baseline over the number of routing heads, with standard errors: the U-curve."""
+    """The difference to the baseline over the number of routing heads, with standard errors: one U-curve per cell (per n_kv_head)."""
     figure, (axis,) = axes(figsize=(7, 4.2))
     for cell, color in zip(cells, COLORS[1:] * len(cells)):
-        points = [(row.heads, *score(row.deltas, cell, cell.budgets[-1])[:2]) for row in cell.rows if row.heads]
-        axis.errorbar(
-            [h for h, _, _ in points], [m for _, m, _ in points], [e or 0 for _, _, e in points], color=color, marker="o", capsize=3, label=cell.title
-        )
+        heads, deltas = zip(*((row.heads, score(row.deltas, cell, cell.budgets[-1])) for row in cell.rows if row.heads))
+        means, errors = [delta[0] for delta in deltas], [delta[1] or 0 for delta in deltas]
+        axis.errorbar(heads, means, errors, color=color, marker="o", capsize=3, label=cell.title)
         axis.set_xscale("log", base=2)
-        axis.set_xticks([h for h, _, _ in points], [h for h, _, _ in points])
+        axis.set_xticks(heads, heads)
     axis.set(xlabel="routing heads H", ylabel=f"difference to {cells[0].rows[0].method} (nats per token)", title="How many heads?")
     axis.legend(frameon=False, fontsize=9)
     save(figure, path)
 
 
-def plot_grid(grid, path):
-    """Loss over n_kv_head and H, a star at each row's lowest."""
-    kvs, heads = sorted(grid), sorted({h for row in grid.values() for h in row})
-    losses = np.array([[grid[kv].get(h, (np.nan,))[0] for h in heads] for kv in kvs])
-    figure, axis = plt.subplots(figsize=(1.6 + 1.2 * len(heads), 1.6 + 0.8 * len(kvs)))
-    axis.imshow(losses, cmap="Blues", aspect="auto")
-    for (i, j), loss in np.ndenumerate(losses):
-        if not np.isnan(loss):
-            dark = loss > (np.nanmin(losses) + np.nanmax(losses)) / 2
-            axis.text(j, i, f"{loss:.3f}" + " ★" * bool(loss == np.nanmin(losses[i])), ha="center", va="center", color="white" if dark else "black")
-    axis.set_xticks(range(len(heads)), heads)
-    axis.set_yticks(range(len(kvs)), kvs)
-    axis.set(xlabel="routing heads H", ylabel="n_kv_head", title="Validation loss")
-    save(figure, path)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The report
-# ----------------------------------------------------------------------------------------------------------------------
 def title(cell, cells):
     """Data, shape, length, rate, and whatever else tells this cell from the others."""
     s = cell.settings
@@ -334,25 +300,26 @@ def write(cells, best, out):
     """report.md and its PNGs in folder `out`; returns the Markdown."""
     out.mkdir(parents=True, exist_ok=True)
     parts = [
-        f"Loss: the mean of the last {TAIL} evaluations, in nats per token. Δ is paired by seed, below zero is better; ± one standard error over seeds.\n"
+        f"Loss: the mean of the last {TAIL} evaluations, nats per token. Δ is paired by seed, negative is better. ±: a standard error over seeds.",
+        "Compute gain: how much more compute the baseline would need for the same loss, if L = A C^-α; α is fitted to the lower envelope of its",
+        "curves, then to the final points of its scales where there are several; the last is a steep guess.\n",
     ]
-    pools, grids = defaultdict(list), defaultdict(dict)
+    pool = lambda cell: (cell.settings["data"], best or cell.settings["learning_rate"])
+    grids = defaultdict(dict)
     for i, cell in enumerate(cells, 1):
+        alphas = exponents([c for c in cells if pool(c) == pool(cell)])
         cell.title = title(cell, cells)
         image = f"curves_{i}.png" if len(cells) > 1 else "curves.png"
         plot_curves(cell, out / image)
-        parts += [f"## {cell.title}\n", f"![{cell.title}]({image})\n", step_table(cell), score_table(cell, best)]
-        pools[cell.settings["data"], best or cell.settings["learning_rate"]].append(cell)
+        parts += [f"## {cell.title}\n", f"![{cell.title}]({image})\n", step_table(cell), score_table(cell, best, alphas)]
         by_heads = {r.heads: tuple(score(x, cell, cell.budgets[-1])[0] for x in (r.losses, r.deltas)) for r in cell.rows if r.heads}
         grids[shared(cell, "seed", "n_kv_head", "learning_rate" * best)][cell.settings["n_kv_head"]] = by_heads
-    parts += ["How much more compute the baseline would need, if L = A C^-α:\n"]
-    parts += [gain_table(pool) for pool in pools.values()]
+    for grid in grids.values():
+        if len(grid) > 1 and max(map(len, grid.values())) > 1:
+            parts += ["Loss (Δ) over n_kv_head and routing heads H:\n", grid_table(grid)]
     if swept := [cell for cell in cells if len([row for row in cell.rows if row.heads]) > 2]:
         plot_heads(swept, out / "heads.png")
         parts += ["![How many heads?](heads.png)\n"]
-    for i, grid in enumerate((g for g in grids.values() if len(g) > 1 and max(map(len, g.values())) > 1), 1):
-        plot_grid(grid, out / f"grid_{i}.png")
-        parts += ["Loss (Δ) over n_kv_head and H:\n", grid_table(grid), f"![Loss over n_kv_head and H](grid_{i}.png)\n"]
     (out / "report.md").write_text("\n".join(parts))
     return "\n".join(part for part in parts if not part.startswith("!["))
 
@@ -360,9 +327,7 @@ def write(cells, best, out):
 def main():
     parser = Parser(prog="report.py", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a folder that train.py wrote")
-    parser.add_argument(
-        "--baseline", default="baseline", help="compare to this method (attnres, mhar-h8, hc-static ...), or to the method of this RUN"
-    )
+    parser.add_argument("--baseline", default="baseline", help="the method to compare to (attnres, mhar-h8, hc-static ...), or a RUN of it")
     parser.add_argument("--best", action="store_true", help="each method at the learning rate where its loss is lowest")
     parser.add_argument("--budgets", default="", help="steps, with commas, at which to read the tail means; default: the end")
     parser.add_argument("--out_dir", default="report", help="where report.md and the PNGs go")
@@ -374,14 +339,13 @@ def main():
     methods = {run.name: run.method for run in runs}
     baseline = methods.get(str(Path(args.baseline)), args.baseline)
     if baseline not in methods.values():
-        raise UserError(
-            f"none of these runs is a {baseline} to compare to: add one, or give --baseline= one of {', '.join(sorted(set(methods.values())))}"
-        )
+        names = ", ".join(sorted(set(methods.values())))
+        raise UserError(f"none of these runs is a {baseline} to compare to: add one, or give --baseline= one of {names}")
     if set(methods.values()) == {baseline}:
         raise UserError(f"all of these runs are {baseline}: name a run of another method to compare")
     cells = compare(runs, baseline, args.best, sorted({int(step) for step in args.budgets.split(",") if step}))
     print(write(cells, args.best, Path(args.out_dir)))
-    print(f"Written to {args.out_dir}: report.md, with curves and, where heads were swept, heads.png and grids")
+    print(f"{args.out_dir}/report.md holds these tables and the plots beside it")
 
 
 if __name__ == "__main__":
