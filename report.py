@@ -173,13 +173,13 @@ def compute_curve(cell):
 
 def exponents(cells):
     """The ways to read alpha in L = A C^-alpha off the baseline (paper, section 3.2): {name: alpha}. The lower envelope of all its
-    curves; the final points of the scales, if there are several; and 0.15, Chinchilla-like and steep."""
+    curves; the final points of the scales, if there are several; and 0.15, assumed, as steep as Chinchilla's."""
     curves = [compute_curve(cell) for cell in cells]
     points = sorted(tuple(point) for curve in curves for point in curve)
     envelope = [p for i, p in enumerate(points) if all(p[1] < before[1] for before in points[:i])]
     finals = [(curve[-1, 0], score(cell.rows[0].losses, cell, cell.budgets[-1])[0]) for cell, curve in zip(cells, curves) if len(curve)]
     fits = {name: -np.polyfit(*np.log(p).T, 1)[0] for name, p in (("envelope", envelope), ("final points", finals)) if len({c for c, _ in p}) > 1}
-    return {name: alpha for name, alpha in fits.items() if alpha > 0} | {"steep": 0.15}
+    return {name: alpha for name, alpha in fits.items() if alpha > 0} | {"assumed": 0.15}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def write(cells, best, out):
     parts = [
         f"Loss: the mean of the last {TAIL} evaluations, nats per token. Δ is paired by seed, negative is better. ±: a standard error over seeds.",
         "Compute gain: how much more compute the baseline would need for the same loss, if L = A C^-α; α is fitted to the lower envelope of its",
-        "curves, then to the final points of its scales where there are several; the last is a steep guess.\n",
+        "curves, then to the final points of its scales where there are several; the last, 0.150, is assumed (as steep as Chinchilla's).\n",
     ]
     pool = lambda cell: (cell.settings["data"], best or cell.settings["learning_rate"])
     grids = defaultdict(dict)

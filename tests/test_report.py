@@ -99,7 +99,7 @@ def test_tail_mean_and_paired_interval(plant):
     mean, error, half = report.score(mhar.deltas, cell, 1000)
     assert (mean, error, half) == pytest.approx((-0.05, 0.0115470, 0.0496828), abs=1e-6)
     assert report.score(baseline.losses, cell, 1000)[:2] == pytest.approx((3.0, 0.5 / math.sqrt(3)))
-    assert report.score_table(cell, False, {"steep": 0.15}).splitlines()[2:] == [
+    assert report.score_table(cell, False, {"assumed": 0.15}).splitlines()[2:] == [
         "| baseline | 36,032 | 3 | 3.0000 ± 0.2887 |  |  |  |",
         "| mhar-h8 | 36,032 | 3 | 2.9500 ± 0.2771 | -0.0500 ± 0.0115 | -0.0997 to -0.0003 | 1.12x |",
     ]
@@ -143,7 +143,7 @@ def test_compute_equivalent_gain(plant):
     for cell in cells:
         text = report.score_table(cell, False, report.exponents(cells))
         assert "compute gain at α = 0.080 / 0.080 / 0.150 |" in text and text.endswith("| 1.50x / 1.50x / 1.24x |\n")  # 1.5 ** (0.08 / 0.15) = 1.241
-    assert report.exponents(cells[:1]).keys() == {"envelope", "steep"}
+    assert report.exponents(cells[:1]).keys() == {"envelope", "assumed"}
 
 
 def test_envelope_leaves_out_what_more_compute_did_worse(plant):
