@@ -6,6 +6,6 @@ Everything else is the recipe of mhar_350m.py.
 """
 
 _base = "mhar_350m.py"
-dataset = "fineweb_edu"
+dataset = "fineweb_edu"  # python prepare_data.py config/data_fineweb_edu.py
 learning_rate = 1e-3  # best for all but attnres, which prefers 5e-4 at 350M and 1B (Table 11)
 route_init = "normal"  # these runs came before the zero initialisation

@@ -6,7 +6,7 @@
 Master weights are fp32 with bf16 compute. The paper kept pure bf16 parameters: --param_dtype=bfloat16 is its precision.
 """
 
-dataset = "anneal"  # data/anneal, the paper's mix; prepare_data.py makes it
+dataset = "anneal"  # the mix of its Table 13: python prepare_data.py config/data_anneal.py
 n_layer = 36
 n_embd = 1280
 n_head = 16  # of 80 channels

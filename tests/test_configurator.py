@@ -270,3 +270,45 @@ def test_parser_mistakes_are_user_errors():
     for argv in (["--limit=x"], ["--lim=3"], ["--no-such"]):
         with pytest.raises(UserError, match="report.py -h"):
             parser.parse_args(argv)
+
+
+def test_configs_are_the_paper_s():
+    """Every training config is read by train.py's own schemas, for every method, and says what section 3.1 and appendix I say."""
+    from model import GPTConfig
+    from train import TrainConfig
+
+    shapes = {
+        "100m": (512, 12, 8, 4, 1536, 64),
+        "350m": (1024, 24, 16, 8, 4096, 64),
+        "1b": (1280, 36, 16, 8, 5120, 80),
+        "d768": (768, 12, 12, 4, 2304, 64),
+    }
+    files = [
+        path for name in ("demo", "mhar_*", "fineweb_*", "width_*") for path in sorted((Path(__file__).parent.parent / "config").glob(name + ".py"))
+    ]
+    assert len(files) == 8
+    for path in files:
+        for residual in ("baseline", "hc", "attnres", "mhar", "delta"):
+            train, model, _ = configure([str(path), f"--residual={residual}"], TrainConfig, GPTConfig)
+            assert train.global_batch_size % train.batch_size == 0
+        kind, scale = path.stem.split("_") if "_" in path.stem else (path.stem, None)
+        if scale:
+            assert (model.n_embd, model.n_layer, model.n_head, model.n_kv_head, model.ffn_dim, model.head_dim) == shapes[scale]
+            tokens = (64, 2048) if scale in ("100m", "d768") else (32, 1024)
+            assert (train.global_batch_size, model.block_size, train.max_steps, train.warmup_steps, train.eval_interval) == (
+                *tokens,
+                20_000,
+                1000,
+                500,
+            )
+            assert (train.beta1, train.beta2, train.adam_eps, train.weight_decay, train.grad_clip, train.min_lr_ratio) == (
+                0.9,
+                0.95,
+                1e-8,
+                0.1,
+                1.0,
+                0.1,
+            )
+            assert (train.decay_norms, train.decay_embeddings, train.route_weight_decay, train.seed) == (True, True, None, 42)
+            web = (1e-3, "normal", "fineweb_edu")
+            assert (train.learning_rate, model.route_init, train.dataset) == (web if kind != "mhar" else (5e-4, "zero", "anneal"))
