@@ -69,6 +69,7 @@ class TrainConfig:
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and optimizer state; bfloat16 is the paper's, see README
     kernel: Literal["auto", "triton", "torch"] = "auto"  # depth routing; auto: triton on CUDA, else torch
     compile: bool | None = None  # torch.compile of the whole model with its loss; none: on CUDA only
+    cuda_graph: bool | None = None  # replay forward and backward as one CUDA graph, which saves launching their kernels; none: on CUDA
     grad_checkpoint: bool = False  # recompute sublayers in backward to save memory
     # intervals, in optimizer steps
     eval_interval: int = 500  # validation; the last step is always evaluated
@@ -86,7 +87,7 @@ class TrainConfig:
 
 
 # What may change between two starts of one run: none of it moves a loss beyond rounding.
-FREE = {"out_dir", "resume", "batch_size", "device", "kernel", "compile", "grad_checkpoint", "eval_interval", "eval_windows", "save_interval",
+FREE = {"out_dir", "resume", "batch_size", "device", "kernel", "compile", "cuda_graph", "grad_checkpoint", "eval_interval", "eval_windows", "save_interval",
         "keep_checkpoints", "log_interval", "tensorboard", "wandb"}  # fmt: skip
 
 
@@ -244,6 +245,40 @@ def all_reduce(values, device):
     return total.tolist()
 
 
+class GraphedMicroStep:
+    """Forward and backward of a micro-step, recorded as CUDA graphs once and replayed from then on: (x, y, first, last) -> cross_entropy.
+
+    run(x, y, last) does the work. The first micro-step of an optimizer step writes the gradients, later ones add to them, the last one
+    also sums them over the ranks: up to three graphs, which share one memory pool. Gradients then live in fixed places, so nothing
+    may set them to None; the returned cross-entropy is overwritten by the next call.
+    """
+
+    def __init__(self, run, x, y, parameters, micro_steps):
+        self.x, self.y, self.graphs, parameters = x.clone(), y.clone(), {}, list(parameters)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(11 if dist.is_initialized() else 3):  # compiles; DDP settles its buckets within eleven backwards
+                run(self.x, self.y, True)
+        torch.cuda.current_stream().wait_stream(side)
+        for p in parameters:
+            p.grad = None
+        torch.cuda.empty_cache()  # the graphs' memory pool takes the place of what the warm-up used
+        pool = torch.cuda.graph_pool_handle()
+        for first, last in dict.fromkeys([(True, micro_steps == 1), (False, micro_steps == 2), (False, True)][: min(micro_steps, 3)]):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL's watchdog may go on meanwhile
+                cross_entropy = run(self.x, self.y, last)
+            self.graphs[first, last] = graph, cross_entropy
+
+    def __call__(self, x, y, first, last):
+        self.x.copy_(x)
+        self.y.copy_(y)
+        graph, cross_entropy = self.graphs[first, last]
+        graph.replay()
+        return cross_entropy
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The run
 # ----------------------------------------------------------------------------------------------------------------------
@@ -321,6 +356,17 @@ def main():
     forward = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
     trained = DistributedDataParallel(forward, device_ids=[device.index] if device.type == "cuda" else None) if world > 1 else forward
 
+    graphed = device.type == "cuda" if cfg.cuda_graph is None else cfg.cuda_graph
+    if graphed and device.type != "cuda":
+        raise UserError(f"--cuda_graph=true needs a CUDA device, this is {device}; leave it away")
+
+    def forward_backward(x, y, last):
+        with trained.no_sync() if world > 1 and not last else nullcontext():  # gradients travel once per step
+            with autocast:
+                objective, cross_entropy = trained(x, y, cfg.z_loss)
+            (objective / micro_steps).backward()
+        return cross_entropy
+
     step, logged = 0, []
     if ckpt:
         load_weights(model, ckpt)
@@ -339,7 +385,7 @@ def main():
             print(f"  group     {sum(p.numel() for p in g['params']):,} parameters in {len(g['params'])} tensors, weight decay {g['weight_decay']}, learning rate x{g['lr_scale']}")
         print(f"batch       {tokens_per_step:,} tokens per step = {world} ranks x {micro_steps} micro-steps x {cfg.batch_size} sequences x {config.block_size}")
         print(f"data        {folder}: {len(train_bin.tokens):,} training tokens, {windows.n:,} windows; an epoch is {windows.n / cfg.global_batch_size:,.1f} steps")
-        print(f"device      {device} ({why_device}); activations {dtype}, weights {cfg.param_dtype}; compile {'on' if compiled else 'off'}".replace("torch.", ""))
+        print(f"device      {device} ({why_device}); activations {dtype}, weights {cfg.param_dtype}; compile {'on' if compiled else 'off'}, CUDA graph {'on' if graphed else 'off'}".replace("torch.", ""))
         print(f"routing     {kernel} ({why_kernel})")
         print(f"run         {out_dir}, {f'going on after step {step} from {ckpt}' if ckpt else 'from the start'}", flush=True)
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -399,6 +445,7 @@ def main():
 
     progress = tqdm(total=cfg.max_steps, initial=step, disable=rank != 0, unit="step", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30)
     bad_step = torch.zeros((), device=device)  # the first step whose loss or gradient was not finite, found out without waiting for the GPU
+    micro_step = None
     saved_step, waited, since, last_log = step, 0.0, time.perf_counter(), step
     while step < cfg.max_steps:
         lr = learning_rate(cfg, step)
@@ -410,18 +457,19 @@ def main():
             # step -> micro-step -> rank: together they are windows step * global_batch_size onward, in order, for any split
             x, y = to_device(windows.batch(step * cfg.global_batch_size + (micro * world + rank) * cfg.batch_size, cfg.batch_size))
             waited += time.perf_counter() - t
-            last = micro == micro_steps - 1
-            with trained.no_sync() if world > 1 and not last else nullcontext():  # gradients travel once per step
-                with autocast:
-                    objective, cross_entropy = trained(x, y, cfg.z_loss)
-                (objective / micro_steps).backward()
+            first, last = micro == 0, micro == micro_steps - 1
+            if graphed and micro_step is None:
+                micro_step = GraphedMicroStep(forward_backward, x, y, model.parameters(), micro_steps)
+                since, waited = time.perf_counter(), 0.0  # compiling is not training
+            cross_entropy = micro_step(x, y, first, last) if graphed else forward_backward(x, y, last)
             loss += cross_entropy / micro_steps
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
         bad_step = torch.where((bad_step == 0) & ~torch.isfinite(grad_norm + loss), step + 1, bad_step)
         evaluating = (step + 1) % cfg.eval_interval == 0 or step + 1 == cfg.max_steps
         route_norms = {f"{n}_grad_norm": getattr(model.residual, n).grad.norm() for n in ("query", "gate") if hasattr(model.residual, n)} if evaluating else {}
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        if not graphed:  # a graph's first micro-step overwrites them
+            optimizer.zero_grad(set_to_none=True)
         step += 1
         progress.update()
 
