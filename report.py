@@ -320,7 +320,7 @@ def write(cells, best, out):
     if swept := [cell for cell in cells if len([row for row in cell.rows if row.heads]) > 2]:
         plot_heads(swept, out / "heads.png")
         parts += ["![How many heads?](heads.png)\n"]
-    (out / "report.md").write_text("\n".join(parts))
+    (out / "report.md").write_text("\n".join(parts), encoding="utf-8")
     return "\n".join(part for part in parts if not part.startswith("!["))
 
 
