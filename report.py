@@ -203,7 +203,7 @@ def score_table(cell, best, alphas):
         ] * best
         if row is not baseline:
             mean, _, half = score(row.deltas, cell, last)
-            gain = score(baseline.losses, cell, last)[0] / score(row.losses, cell, last)[0]
+            gain = 1 - mean / score(row.losses, cell, last)[0]  # baseline / method, over the seeds of the method
             line += [show(*score(row.deltas, cell, budget), "+") for budget in cell.budgets]
             line += [f"{mean - half:+.4f} to {mean + half:+.4f}" if half is not None else "one seed"]
             line += [" / ".join(f"{gain ** (1 / alpha):.2f}x" for alpha in alphas.values())]

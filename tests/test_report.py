@@ -105,6 +105,15 @@ def test_tail_mean_and_paired_interval(plant):
     ]
 
 
+def test_a_baseline_with_more_seeds(plant):
+    """Seeds 2 and 3 of the method meet seeds 2 and 3 of the baseline, in the difference and in the gain: 3.0 / 2.0 each."""
+    runs = [plant(f"b{seed}", loss, seed=seed) for seed, loss in ((1, 9.0), (2, 3.0), (3, 6.0))]
+    runs += [plant("m3", 4.0, seed=3, residual="mhar"), plant("m2", 2.0, seed=2, residual="mhar")]
+    (cell,) = cells_of(*runs)
+    assert cell.rows[1].deltas[:, 0].tolist() == [-1.0, -2.0]
+    assert report.score_table(cell, False, {"assumed": 0.5}).endswith("| 2.25x |\n")  # (4.5 / 3.0) ** 2
+
+
 def test_tail_is_the_last_eleven(plant):
     falling = plant("a", lambda step: 4 - step / 1000)  # evaluations at 500, 550 ... 1000: mean 3.25
     short = plant("b", lambda step: 4 - step / 1000, max_steps=200)  # 50, 100, 150, 200: all there are
@@ -148,7 +157,7 @@ def test_compute_equivalent_gain(plant):
 
 def test_envelope_leaves_out_what_more_compute_did_worse(plant):
     """A wide model that starts badly lies above the narrow one's curve at the same compute: only its later points count."""
-    narrow = plant("n", lambda s: 10 * (s * 512) ** -0.1)
+    narrow = plant("n", lambda s: 10 * (s * 512) ** -0.1 if s > 100 else 9.0 - s / 100)  # and warm-up is no power law
     wide = plant("w", lambda s: 10 * (s * 5120) ** -0.1 + (1 if s < 500 else 0), n_embd=64, tokens_per_step=5120)
     assert report.exponents(cells_of(narrow, wide))["envelope"] == pytest.approx(0.1, abs=1e-6)
 
