@@ -111,7 +111,7 @@ def write_bin(path, chunks, **header):
 def find_dataset(name):
     """The folder of a dataset: `name` under data/ beside this file, or a folder. The default, "stdlib", is made on the spot, once
     even if many processes ask together. UserError if there is none."""
-    folder = next((f for f in (HERE / "data" / name, Path(name)) if (f / "train.bin").is_file() and (f / "val.bin").is_file()), None)
+    folder = next((f for f in (HERE / "data" / name, Path("data", name), Path(name)) if (f / "train.bin").is_file() and (f / "val.bin").is_file()), None)
     if folder is None and name == "stdlib":
         folder = prepare(Settings(workers=1), wait=True)
     if folder is None:
@@ -340,7 +340,7 @@ def expand(source):
     unknown = next((path for path in paths if not TEXT.search(path) and not TABLE.search(path)), None)
     if unknown or not paths:
         raise UserError(f"source {source!r}: {f'cannot read {unknown}' if unknown else 'no file found'}; it takes files, folders or globs of {KINDS}")
-    return sorted((path, *stat_file(path)) for path in paths)
+    return sorted((path, *stat_file(path)) for path in set(paths))  # a glob with two ** can find a file twice
 
 
 def stat_file(path):
@@ -608,7 +608,7 @@ def tokenize_unit(k, unit, settings, limit, folder):
 
 def first_pass(units, settings, targets, pool, workers, folder):
     """The records of the units, None for those that are not needed. targets: train tokens (or bytes) wanted of each source, or infinity."""
-    records, have = [None] * len(units), [0] * len(targets)
+    records, have, coming = [None] * len(units), [0] * len(targets), [0] * len(targets)  # coming: a guess at what the units now at work will bring
     bar = progress(settings.size or sum(unit.size() for unit in units), "tokenise", settings.share_of if settings.size else "B")
 
     def keep(k, record):
@@ -618,17 +618,24 @@ def first_pass(units, settings, targets, pool, workers, folder):
         if len(targets) > 1:
             bar.set_postfix_str(" ".join(f"{share / max(1, sum(have)):.0%}" for share in have))
 
+    def guess(unit):
+        return unit.size() // (4 if settings.share_of == "tokens" else 1)
+
     def jobs():
         for k, unit in enumerate(units):  # in order, so that what is kept of a source is a prefix of its units, whatever finishes first
-            if have[unit.source] < targets[unit.source]:
-                path = folder / f"{unit_name(unit, settings)}.json"
+            source, path = unit.source, folder / f"{unit_name(unit, settings)}.json"
+            while coming[source] and have[source] + coming[source] >= targets[source]:
+                yield None
+            if have[source] < targets[source]:
                 record = json.loads(path.read_text()) if path.exists() else None
-                if record and (record["whole"] or record[settings.share_of] >= targets[unit.source]):
+                if record and (record["whole"] or record[settings.share_of] >= targets[source]):
                     keep(k, record)
                 else:
-                    yield tokenize_unit, k, unit, settings, targets[unit.source], folder
+                    coming[source] += guess(unit)
+                    yield tokenize_unit, k, unit, settings, targets[source], folder
 
     for k, record in in_order(pool, 2 * workers, jobs()):
+        coming[units[k].source] -= guess(units[k])
         keep(k, record)
     bar.close()
     return records
@@ -688,11 +695,13 @@ def merge_range(runs, side, r, ranges, folder):
 
 
 def in_order(pool, ahead, jobs):
-    """The results of jobs (function, *arguments), in their order, with at most `ahead` of them out, so that memory stays bounded."""
+    """The results of jobs (function, *arguments), in their order, with at most `ahead` of them out, so that memory stays bounded.
+    A job that is None stands for: wait for the next result."""
     waiting = deque()
     for job in jobs:
-        waiting.append(pool.submit(*job))
-        if len(waiting) >= ahead:
+        if job:
+            waiting.append(pool.submit(*job))
+        if len(waiting) >= ahead or not job:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()

@@ -1,0 +1,12 @@
+"""FineWeb-Edu's sample of 10 billion tokens, the paper's web corpus (appendix H): some 30 GB read from the hub, 80 GB of disk while it is made.
+
+    python prepare_data.py config/data_fineweb_edu.py                  # data/fineweb_edu
+    python prepare_data.py config/data_fineweb_edu.py --size=3e9       # enough for any of the paper's runs on it of 20k steps
+
+Open to all (ODC-BY). sample-100BT and sample-350BT are larger samples of it.
+"""
+
+source = "hub:HuggingFaceFW/fineweb-edu:sample-10BT"
+out_dir = "data/fineweb_edu"
+tokenizer = "qwen3"
+val_fraction = 0.0005  # five million tokens that no run can train on
