@@ -25,6 +25,7 @@ the group's own sites; `backward_query` forms du, once per group, in a fixed ord
 """
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 
 import torch
@@ -36,6 +37,7 @@ try:
 except ImportError:  # a machine without triton: the reference works, and kernel_support says why the kernels do not
     triton = tl = None
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels below run on the CPU, slowly: for tests
 G = 8  # sites per group
 MAX_HEADS, MAX_SITES, MAX_HEAD_WIDTH = 64, 257, 4096
 
@@ -174,43 +176,87 @@ def forward_inter(V, R, UH, UL, PART, PART_LSE, M, S, s0, TB, H: tl.constexpr, K
         i = i_next
 
 
+@jit
+def _row(base, col, k, K: tl.constexpr, W: tl.constexpr, live, CACHE: tl.constexpr):
+    """One row as a tuple of tiles [HP, W]: columns q * W.. of every head. col [HP, 1 or W], k [1, W]."""
+    tiles = ()
+    for q in tl.static_range((K + W - 1) // W):
+        tiles = tiles + (tl.load(base + col + q * W, mask=live & (q * W + k < K), other=0.0, cache_modifier=CACHE),)
+    return tiles
+
+
+@jit
+def _heads_dot(a, b):
+    """Per head, the product of two rows: [HP]."""
+    z = a[0].to(tl.float32) * b[0].to(tl.float32)
+    for q in tl.static_range(1, len(a)):
+        z += a[q].to(tl.float32) * b[q].to(tl.float32)
+    return tl.sum(z, 1)
+
+
+@jit
+def _axpy(scale, a, p, b):
+    """scale[h] a + p[h] b, both rows; fp32."""
+    out = ()
+    for q in tl.static_range(len(a)):
+        out = out + (scale[:, None] * a[q].to(tl.float32) + p[:, None] * b[q].to(tl.float32),)
+    return out
+
+
+@jit
+def _add(acc, p, a, d, b):
+    """acc + p[h] a + d[h] b, rows; fp32."""
+    out = ()
+    for q in tl.static_range(len(a)):
+        out = out + (acc[q] + p[:, None] * a[q].to(tl.float32) + d[:, None] * b[q].to(tl.float32),)
+    return out
+
+
 @jit(do_not_specialize=_RUNTIME)
-def forward_intra(X, V, R, U, PART, PART_LSE, OUT, LSE, S, s, s0, eps, H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-                  G: tl.constexpr, NB: tl.constexpr, MERGE: tl.constexpr):
+def forward_intra(X, V, R, U, PART, PART_LSE, OUT, LSE, S, s, s0, eps, H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+                  G: tl.constexpr, MERGE: tl.constexpr):
     """Store source s and its rstd; site s attends to sources s0..s and merges its partial result. Program: one token. -> OUT [M, D], LSE [M, H, S]."""
     m = tl.program_id(0).to(tl.int64)
     D: tl.constexpr = H * K
-    h, k = tl.arange(0, HP), tl.arange(0, KP)
+    h, k = tl.arange(0, HP), tl.arange(0, W)[None, :]
     h_ok = h < H
-    col, ok = h[:, None] * K + k[None, :], h_ok[:, None] & (k < K)[None, :]  # [HP, KP]
+    live = h_ok[:, None]
+    col = h[:, None] * K + k  # [HP, W]
     V += m * S * D
-    x = tl.load(X + m * D + col, mask=ok, other=0.0)
-    tl.store(V + s * D + col, x, mask=ok)
-    acc = x.to(tl.float32)
-    u = tl.load(U + s * D + col, mask=ok, other=0.0, eviction_policy="evict_last")
-    r = tl.rsqrt(tl.sum(acc * acc) / D + eps)
-    tl.store(R + m * S + s, r)
-    top = tl.sum(acc * u, 1) * r  # [HP] running maximum and sum of the softmax, so far over source s alone
-    den = tl.full([HP], 1.0, tl.float32)
+    R += m * S
+    x = _row(X + m * D, col, k, K, W, live, "")
+    u = _row(U + s * D, col, k, K, W, live, "")
+    y = _row(V + s0 * D, col, k, K, W, live & (s0 < s), ".cg")
     if MERGE:
         lse = tl.load(PART_LSE + (m * H + h) * G + s - s0, mask=h_ok, other=0.0)
+        part = _row(PART + (m * G + s - s0) * D, col, k, K, W, live, ".cg")
+    square = x[0].to(tl.float32) * x[0].to(tl.float32)
+    for q in tl.static_range(len(x)):
+        tl.store(V + s * D + col + q * W, x[q], mask=live & (q * W + k < K))
+        if q > 0:
+            square += x[q].to(tl.float32) * x[q].to(tl.float32)
+    r = tl.rsqrt(tl.sum(square) / D + eps)
+    tl.store(R + s, r)
+    top = _heads_dot(x, u) * r  # [HP], the running maximum and sum of the softmax
+    den = tl.full([HP], 1.0, tl.float32)
+    if MERGE:
         both = tl.maximum(top, lse)
         keep, add = tl.exp(top - both), tl.exp(lse - both)
         top, den = both, keep + add
-        part = tl.load(PART + (m * G + s - s0) * D + col, mask=ok, other=0.0, cache_modifier=".cg").to(tl.float32)
-        acc = acc * keep[:, None] + add[:, None] * part
-    for i in range(s0, s, NB):
-        row = i + tl.arange(0, NB)
-        row_ok = row < s
-        y = tl.load(V + row[:, None, None] * D + col[None, :, :], mask=row_ok[:, None, None] & ok[None, :, :], other=0.0, cache_modifier=".cg").to(tl.float32)
-        lg = tl.sum(y * u[None, :, :], 2) * tl.load(R + m * S + row, mask=row_ok, other=0.0)[:, None]  # [NB, HP]
-        lg = tl.where(row_ok[:, None], lg, float("-inf"))
-        top_new = tl.maximum(top, tl.max(lg, 0))
-        scale, p = tl.exp(top - top_new), tl.exp(lg - top_new[None, :])
-        den = den * scale + tl.sum(p, 0)
-        acc = acc * scale[:, None] + tl.sum(p[:, :, None] * y, 0)
+        acc = _axpy(keep, x, add, part)
+    else:
+        acc = _axpy(den, x, den * 0.0, x)
+    for i in range(s0, s):
+        y_next = _row(V + (i + 1) * D, col, k, K, W, live & (i + 1 < s), ".cg")  # fetched while this row is used
+        lg = _heads_dot(y, u) * tl.load(R + i)
+        top_new = tl.maximum(top, lg)
+        scale, p = tl.exp(top - top_new), tl.exp(lg - top_new)
+        den = den * scale + p
         top = top_new
-    tl.store(OUT + m * D + col, (acc / den[:, None]).to(OUT.dtype.element_ty), mask=ok)
+        acc = _axpy(scale, acc, p, y)
+        y = y_next
+    for q in tl.static_range(len(x)):
+        tl.store(OUT + m * D + col + q * W, (acc[q] / den[:, None]).to(OUT.dtype.element_ty), mask=live & (q * W + k < K))
     tl.store(LSE + (m * H + h) * S + s, top + tl.log(den), mask=h_ok)
 
 
@@ -310,51 +356,61 @@ def backward_inter(V, R, UH, UL, DO, LSE, DEL, PART, PART_C, DS, END, M, S, s0, 
 
 @jit(do_not_specialize=_RUNTIME)
 def backward_intra(V, R, U, DH, HOUT, DO, LSE, DEL, PART, PART_C, DS, DV, END, END_OUT, S, s, s0, e0, H: tl.constexpr, HP: tl.constexpr,
-                   K: tl.constexpr, KP: tl.constexpr, G: tl.constexpr, NB: tl.constexpr):
+                   K: tl.constexpr, W: tl.constexpr, G: tl.constexpr, MERGE: tl.constexpr):
     """Store dh_s and Delta_s; the gradient of source s from sites s..min(e0, END)-1, plus what backward_inter found. Program: one token. -> DV [M, D]."""
     m = tl.program_id(0).to(tl.int64)
     D: tl.constexpr = H * K
     end = tl.load(END).to(tl.int32)  # one past the last site that has a gradient; 0 where this site is the first to run
     end = tl.where(end == 0, s + 1, end)
+    last = tl.minimum(e0, end)
     if m == 0:
         tl.store(END_OUT, end.to(tl.float32))
-    h, k = tl.arange(0, HP), tl.arange(0, KP)
+    h, k = tl.arange(0, HP), tl.arange(0, W)[None, :]
     h_ok = h < H
-    col, ok = h[:, None] * K + k[None, :], h_ok[:, None] & (k < K)[None, :]  # [HP, KP]
+    live = h_ok[:, None]
+    col = h[:, None] * K + k  # [HP, W]
     DO += m * S * D
-    dh = tl.load(DH + m * D + col, mask=ok, other=0.0)
-    tl.store(DO + s * D + col, dh, mask=ok)
-    dh = dh.to(tl.float32)
-    v = tl.load(V + (m * S + s) * D + col, mask=ok, other=0.0).to(tl.float32)
-    u = tl.load(U + s * D + col, mask=ok, other=0.0, eviction_policy="evict_last")
-    stat = (m * H + h) * S  # [HP]
-    delta = tl.sum(dh * tl.load(HOUT + m * D + col, mask=ok, other=0.0).to(tl.float32), 1)
-    tl.store(DEL + stat + s, delta, mask=h_ok)
+    LSE += (m * H + h) * S  # [HP]
+    DEL += (m * H + h) * S
+    DS += (m * H + h) * S * G + s - s0
+    dh = _row(DH + m * D, col, k, K, W, live, "")
+    v = _row(V + (m * S + s) * D, col, k, K, W, live, ".cg")
+    mix = _row(HOUT + m * D, col, k, K, W, live, ".cg")
+    u = _row(U + s * D, col, k, K, W, live, "")
+    dh_next = _row(DO + (s + 1) * D, col, k, K, W, live & (s + 1 < last), ".cg")
+    c = tl.zeros([HP], tl.float32)
+    merge = False
+    if MERGE:
+        merge = end > e0  # otherwise backward_inter has not run
+        c = tl.load(PART_C + (m * H + h) * G + s - s0, mask=h_ok & merge, other=0.0)
+        part = _row(PART + (m * G + s - s0) * D, col, k, K, W, live & merge, ".cg")
+    for q in tl.static_range(len(dh)):
+        tl.store(DO + s * D + col + q * W, dh[q], mask=live & (q * W + k < K))
+    delta = _heads_dot(dh, mix)
+    tl.store(DEL + s, delta, mask=h_ok)
     r = tl.load(R + m * S + s)
-    lg = tl.sum(v * u, 1) * r
-    p = tl.where(h_ok, tl.exp(lg - tl.load(LSE + stat + s, mask=h_ok, other=0.0)), 0.0)
-    ds = p * (tl.sum(dh * v, 1) - delta)
-    c = ds * lg
-    tl.store(DS + (stat + s) * G + s - s0, (ds * r).to(DS.dtype.element_ty), mask=h_ok)
-    acc = p[:, None] * dh + (ds * r)[:, None] * u
-    for j in range(s + 1, tl.minimum(e0, end), NB):
-        row = j + tl.arange(0, NB)
-        row_ok = (row < e0) & (row < end)
-        all_ok = row_ok[:, None, None] & ok[None, :, :]
-        dhs = tl.load(DO + row[:, None, None] * D + col[None, :, :], mask=all_ok, other=0.0, cache_modifier=".cg").to(tl.float32)  # [NB, HP, KP]
-        us = tl.load(U + row[:, None, None] * D + col[None, :, :], mask=all_ok, other=0.0, eviction_policy="evict_last")
-        stats, stats_ok = stat[None, :] + row[:, None], row_ok[:, None] & h_ok[None, :]
-        lgs = tl.sum(us * v[None, :, :], 2) * r  # [NB, HP]
-        ps = tl.where(stats_ok, tl.exp(lgs - tl.load(LSE + stats, mask=stats_ok, other=0.0)), 0.0)
-        dss = ps * (tl.sum(dhs * v[None, :, :], 2) - tl.load(DEL + stats, mask=stats_ok, other=0.0))
-        c += tl.sum(dss * lgs, 0)
-        dss *= r
-        tl.store(DS + stats * G + s - s0, dss.to(DS.dtype.element_ty), mask=stats_ok)
-        acc += tl.sum(ps[:, :, None] * dhs + dss[:, :, None] * us, 0)
-    if end > e0:
-        c += tl.load(PART_C + (m * H + h) * G + s - s0, mask=h_ok, other=0.0)
-        acc += tl.load(PART + (m * G + s - s0) * D + col, mask=ok, other=0.0, cache_modifier=".cg").to(tl.float32)
-    tl.store(DV + m * D + col, (acc - tl.sum(c) * r * r / D * v).to(DV.dtype.element_ty), mask=ok)
+    lg = _heads_dot(u, v) * r
+    p = tl.where(h_ok, tl.exp(lg - tl.load(LSE + s, mask=h_ok, other=0.0)), 0.0)
+    ds = p * (_heads_dot(dh, v) - delta)
+    c += ds * lg
+    tl.store(DS + s * G, (ds * r).to(DS.dtype.element_ty), mask=h_ok)
+    acc = _axpy(p, dh, ds * r, u)
+    if MERGE:
+        one = tl.full([HP], 1.0, tl.float32)
+        acc = _axpy(one, acc, one, part)
+    for j in range(s + 1, last):
+        dh = dh_next
+        dh_next = _row(DO + (j + 1) * D, col, k, K, W, live & (j + 1 < last), ".cg")  # fetched while this row is used
+        u = _row(U + j * D, col, k, K, W, live, "")
+        lg = _heads_dot(u, v) * r
+        p = tl.where(h_ok, tl.exp(lg - tl.load(LSE + j, mask=h_ok, other=0.0)), 0.0)
+        ds = p * (_heads_dot(dh, v) - tl.load(DEL + j, mask=h_ok, other=0.0))
+        c += ds * lg
+        tl.store(DS + j * G, (ds * r).to(DS.dtype.element_ty), mask=h_ok)
+        acc = _add(acc, p, dh, ds * r, u)
+    f = tl.sum(c) * r * r / D
+    for q in tl.static_range(len(dh)):
+        tl.store(DV + m * D + col + q * W, (acc[q] - f * v[q].to(tl.float32)).to(DV.dtype.element_ty), mask=live & (q * W + k < K))
 
 
 @jit(do_not_specialize=_RUNTIME)
@@ -418,9 +474,11 @@ def _inter_config(D: int, H: int, dtype) -> dict:
     return dict(H=H, K=K, CH=CH, KC=KC, KA=KA, KB=KB, G=G)
 
 
-def _intra_config(D: int, H: int, rows: int) -> dict:
-    K, HP, KP = D // H, triton.next_power_of_2(H), triton.next_power_of_2(D // H)
-    return dict(H=H, HP=HP, K=K, KP=KP, G=G, NB=min(4, triton.next_power_of_2(max(rows, 1))), num_warps=min(16, max(1, HP * KP // 256)), num_stages=1)
+def _intra_config(D: int, H: int) -> dict:
+    K, HP = D // H, triton.next_power_of_2(H)
+    warps = min(16, triton.next_power_of_2(triton.cdiv(HP * K, 1536)))  # one warp holds a row of up to 1536 columns, 8 to a thread and tile
+    W = min(triton.next_power_of_2(K), max(8, 256 * warps // HP))
+    return dict(H=H, HP=HP, K=K, W=W, G=G, num_warps=warps, num_stages=1)
 
 
 def _on(x: Tensor):
@@ -460,7 +518,7 @@ def read_op(source: Tensor, u: Tensor, u_hi: Tensor, u_lo: Tensor, v: Tensor, rs
             tokens = max(1, min(16, M * H * c["CH"] // 8192))  # per program; u stays in registers
             forward_inter[(H * triton.cdiv(M, tokens),)](v, rstd, u_hi, u_lo, part, part_lse, M, S, s0, tokens, **c, BN=16,
                                                          SPLIT=source.dtype != torch.float32, num_warps=c["CH"], num_stages=1)
-        forward_intra[(M,)](source, v, rstd, u, part, part_lse, out, lse, S, s, s0, eps, MERGE=s0 > 0, **_intra_config(D, H, s - s0))
+        forward_intra[(M,)](source, v, rstd, u, part, part_lse, out, lse, S, s, s0, eps, MERGE=s0 > 0, **_intra_config(D, H))
     return out
 
 
@@ -478,10 +536,10 @@ def read_backward_op(dh: Tensor, h: Tensor, end: Tensor, u: Tensor, u_hi: Tensor
     c = _inter_config(D, H, dh.dtype)
     with _on(dh):
         if s == e0 - 1 and e0 < S:
-            two = True
+            two = dh.dtype != torch.float32
             backward_inter[(H * triton.cdiv(M, 1 + two),)](v, rstd, u_hi, u_lo, do, lse, delta, part, part_c, ds, end, M, S, s0, e0, **c, BN=16,
                                                            SPLIT=dh.dtype != torch.float32, TWO=two, num_warps=c["CH"], num_stages=1)
-        backward_intra[(M,)](v, rstd, u, dh, h, do, lse, delta, part, part_c, ds, dv, end, end_out, S, s, s0, e0, **_intra_config(D, H, e0 - s - 1))
+        backward_intra[(M,)](v, rstd, u, dh, h, do, lse, delta, part, part_c, ds, dv, end, end_out, S, s, s0, e0, MERGE=e0 < S, **_intra_config(D, H))
         if s == s0:
             block = _query_block(M)
             bj = 64 if S - s0 > 32 else 32
@@ -540,7 +598,7 @@ class FusedRouter:
 
     def __init__(self, x: Tensor, query: Tensor, key_norm: Tensor, n_heads: int, eps: float = 1e-6):
         S, D = query.shape
-        if reason := kernel_support(x.device, x.dtype, D, n_heads, S):
+        if not torch.compiler.is_compiling() and (reason := kernel_support(x.device, x.dtype, D, n_heads, S)):
             raise ValueError(f"the routing kernels cannot run here: {reason}")
         if x.shape[-1] != D or key_norm.shape != query.shape:
             raise ValueError(f"x {tuple(x.shape)}, query {tuple(query.shape)} and key_norm {tuple(key_norm.shape)} do not fit together")
@@ -574,12 +632,11 @@ def kernel_support(device, dtype, D: int, H: int, S: int) -> str | None:
     device = torch.device(device)
     if triton is None:
         return "triton is not installed"
-    interpreted = triton.knobs.runtime.interpret
-    if device.type != "cuda" and not interpreted:
+    if device.type != "cuda" and not INTERPRETED:
         return f"the kernels need a CUDA device, not {device.type}"
-    if interpreted and dtype != torch.float32:
+    if INTERPRETED and dtype != torch.float32:
         return f"Triton's interpreter is right in float32 only, not in {dtype}"
-    if not interpreted and torch.cuda.get_device_capability(device) < (8, 0):
+    if not INTERPRETED and torch.cuda.get_device_capability(device) < (8, 0):
         return f"the kernels need compute capability 8.0, {torch.cuda.get_device_name(device)} has {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"sources are bfloat16, float16 or float32, not {dtype}"
