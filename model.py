@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import routing_kernels
@@ -128,8 +129,8 @@ class HyperConnections(nn.Module):
 
     def init_weights(self, config, generator):
         sub, n = self.read_weight.shape
-        self.read_weight.copy_(F.one_hot(torch.arange(sub) % n, n))
-        self.mix_weight.copy_(torch.eye(n).expand(sub, n, n))
+        assign(self.read_weight, F.one_hot(torch.arange(sub) % n, n).float())
+        assign(self.mix_weight, torch.eye(n).expand(sub, n, n))
         self.write_weight.fill_(1.0)
         if self.dynamic:
             for proj in (self.read_proj, self.mix_proj, self.write_proj):
@@ -287,7 +288,7 @@ def init_query(query, config, generator):
     if config.route_init == "zero":
         query.zero_()
     else:
-        query.copy_(torch.empty(query.shape).normal_(0, 0.02, generator=generator))
+        assign(query, torch.empty(query.shape).normal_(0, 0.02, generator=generator))
 
 
 RESIDUALS = {"baseline": Additive, "hc": HyperConnections, "attnres": Routed, "mhar": Routed, "delta": Delta}
@@ -414,6 +415,7 @@ class GPT(nn.Module):
         self.residual = RESIDUALS[config.residual](config)
         self.residual.kernel = kernel
         self.grad_checkpoint = False  # recompute the sublayers in backward instead of keeping their activations
+        self.loss_head = loss_head  # where the model is compiled in parts, train.py puts the compiled one here
         self.init_weights(seed)
 
     @torch.no_grad()
@@ -431,7 +433,7 @@ class GPT(nn.Module):
             if isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)
             elif isinstance(module, (nn.Linear, nn.Embedding)):
-                module.weight.copy_(torch.empty(module.weight.shape).normal_(0, 0.02, generator=trunk))
+                assign(module.weight, torch.empty(module.weight.shape).normal_(0, 0.02, generator=trunk))
         self.residual.init_weights(self.config, routing)
 
     def forward(self, idx, targets=None, z_loss=0.0, record=None):
@@ -455,16 +457,8 @@ class GPT(nn.Module):
             memory.write(run(layer.mlp, memory.read()))
         x = self.norm(memory.output())
 
-        logits = F.linear(x, self.embed.weight) if self.head is None else self.head(x)
-        if targets is None:
-            return logits
-        logits = logits.view(B * T, -1).float()
-        loss = F.cross_entropy(logits, targets.view(-1), ignore_index=-100)
-        cross_entropy = loss.detach()
-        if z_loss:
-            counted = targets.view(-1) != -100
-            loss = loss + z_loss * (logits.logsumexp(-1).pow(2) * counted).sum() / counted.sum()
-        return loss, cross_entropy
+        weight = self.embed.weight if self.head is None else self.head.weight
+        return F.linear(x, weight) if targets is None else self.loss_head(x, weight, targets, z_loss)
 
     def parameter_counts(self):
         """{"total", "routing"}: parameters of the model, and those that the residual method adds to the trunk."""
@@ -488,6 +482,25 @@ class GPT(nn.Module):
 
 def call(f, *args):
     return f(*args)
+
+
+def assign(parameter, value):
+    """Copy a full tensor into a parameter, or this rank's part of it into a sharded one."""
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(value)
+
+
+def loss_head(x, weight, targets, z_loss):
+    """(loss, cross_entropy) of GPT.forward from the final stream x [B, T, D] and the output projection's weight [V, D]."""
+    logits = F.linear(x, weight).flatten(0, 1).float()  # [M, V]
+    targets = targets.flatten()
+    loss = F.cross_entropy(logits, targets, ignore_index=-100)
+    cross_entropy = loss.detach()
+    if z_loss:
+        counted = targets != -100
+        loss = loss + z_loss * (logits.logsumexp(-1).pow(2) * counted).sum() / counted.sum()
+    return loss, cross_entropy
 
 
 PEAK_FLOPS = {  # dense bf16 FLOP/s by a word of the name the driver gives, from the vendors' data sheets; the first match counts

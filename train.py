@@ -15,21 +15,26 @@ import signal
 import sys
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from configurator import UserError, cli, configure, describe
-from model import GPT, GPTConfig, choose_kernel, peak_flops
+from model import GPT, GPTConfig, assign, choose_kernel, peak_flops
 from prepare_data import TrainWindows, ValWindows, find_dataset, open_bin
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # said of every checkpoint of a single process
@@ -63,6 +68,7 @@ class TrainConfig:
     route_lr_scale: float = 1.0  # learning rate of the residual method's parameters, as a multiple
     grad_clip: float = 1.0  # global norm; 0 turns clipping off
     z_loss: float = 0.0  # weight of mean(logsumexp(logits)^2) in the objective; the logged loss is without it
+    ema_decay: float = 0.0  # running average of the weights, evaluated and saved beside them; 0: none, 0.999 is usual
     # machine
     device: str = "auto"  # auto | cpu | cuda | cuda:1 | mps
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of activations; auto: bfloat16 on CUDA, else float32
@@ -71,6 +77,7 @@ class TrainConfig:
     compile: bool | None = None  # torch.compile of the whole model with its loss; none: on CUDA only
     cuda_graph: bool | None = None  # replay forward and backward as one CUDA graph, which saves launching their kernels; none: on CUDA
     grad_checkpoint: bool = False  # recompute sublayers in backward to save memory
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # under torchrun: every rank holds the model, or a share of it (FSDP2)
     # intervals, in optimizer steps
     eval_interval: int = 500  # validation; the last step is always evaluated
     eval_windows: int = 200  # fixed validation windows, spread evenly over val.bin
@@ -87,7 +94,7 @@ class TrainConfig:
 
 
 # What may change between two starts of one run: none of it moves a loss beyond rounding.
-FREE = {"out_dir", "resume", "batch_size", "device", "kernel", "compile", "cuda_graph", "grad_checkpoint", "eval_interval", "eval_windows", "save_interval",
+FREE = {"out_dir", "resume", "batch_size", "device", "kernel", "compile", "cuda_graph", "grad_checkpoint", "parallel", "eval_interval", "eval_windows", "save_interval",
         "keep_checkpoints", "log_interval", "tensorboard", "wandb"}  # fmt: skip
 
 
@@ -121,7 +128,8 @@ def parameter_groups(model, cfg):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Checkpoints: out_dir/step_00000500/{model.safetensors, optimizer/, meta.json}, and out_dir/latest names the newest whole one
+# Checkpoints: out_dir/step_00000500/{model.safetensors, ema.safetensors, optimizer/, meta.json}; out_dir/latest names the newest.
+# All tensors are safetensors and the rest is JSON: nothing is pickled.
 # ----------------------------------------------------------------------------------------------------------------------
 def find_checkpoint(path):
     """CKPT, in every script: a folder with meta.json, or a run's folder with `latest` -> the folder with meta.json, or None."""
@@ -131,23 +139,47 @@ def find_checkpoint(path):
     return path if (path / "meta.json").is_file() else None
 
 
+def newest_whole(out_dir):
+    """The newest checkpoint of a run that can be read: (its folder or None, what is wrong with newer ones in words)."""
+    damage = []
+    for ckpt in sorted(out_dir.glob("step_*"), reverse=True):
+        try:
+            meta = read_meta(ckpt)
+            for file in [ckpt / "model.safetensors", *[ckpt / "ema.safetensors"] * bool(meta["train_config"]["ema_decay"]), *(ckpt / "optimizer").glob("*.safetensors")]:
+                with safe_open(file, "pt"):  # reads the header and compares it with the file's length
+                    pass
+            if any((ckpt / "optimizer").glob("*.safetensors")):
+                return ckpt, damage
+            damage.append(f"{ckpt} has no optimizer state")
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            damage.append(f"{ckpt} is damaged ({error})")
+    return None, damage
+
+
 def read_meta(ckpt):
     return json.loads((ckpt / "meta.json").read_text())
 
 
-def load_weights(model, ckpt):
-    """Strict: the checkpoint's names and shapes are the model's, or a UserError lists up to five of each that are not."""
-    tensors = load_file(ckpt / "model.safetensors")
-    own = dict(model.named_parameters())
-    wrong = [f"missing {sorted(own.keys() - tensors.keys())[:5]}"] if own.keys() - tensors.keys() else []
-    wrong += [f"unexpected {sorted(tensors.keys() - own.keys())[:5]}"] if tensors.keys() - own.keys() else []
-    shapes = [f"{n} {list(tensors[n].shape)} for {list(own[n].shape)}" for n in own.keys() & tensors.keys() if own[n].shape != tensors[n].shape]
-    wrong += [f"of another shape {sorted(shapes)[:5]}"] if shapes else []
-    if wrong:
-        raise UserError(f"{ckpt} does not fit this model: {'; '.join(wrong)}; give the model flags it was trained with")
+def load_weights(model, ckpt, name="model.safetensors", into=None):
+    """Copy a checkpoint's weights into the model's parameters (or into tensors named alike), whole or sharded, file by file.
+
+    Strict: UserError with up to five missing, unexpected or differently shaped names.
+    """
+    own = into or dict(model.named_parameters())
+    index = ckpt / f"{name}.index.json"
+    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [name]
+    stored = {key: file for file in [safe_open(ckpt / f, "pt") for f in files] for key in file.keys()}
+    shapes = {key: stored[key].get_slice(key).get_shape() for key in own.keys() & stored.keys()}
+    wrong = {
+        "missing": own.keys() - stored.keys(),
+        "unexpected": stored.keys() - own.keys(),
+        "of another shape": {f"{key} {shape} for {list(own[key].shape)}" for key, shape in shapes.items() if shape != list(own[key].shape)},
+    }
+    if any(wrong.values()):
+        raise UserError(f"{ckpt} does not fit this model: {'; '.join(f'{what} {sorted(keys)[:5]}' for what, keys in wrong.items() if keys)}; give the model flags it was trained with")
     with torch.no_grad():
-        for name, p in own.items():
-            p.copy_(tensors[name])
+        for key, tensor in own.items():
+            assign(tensor, stored[key].get_tensor(key))
 
 
 def optimizer_tensors(model, optimizer):
@@ -161,29 +193,69 @@ def optimizer_tensors(model, optimizer):
     return tensors
 
 
-def save_checkpoint(out_dir, model, optimizer, meta, keep, rank):
-    """Written whole under another name, then renamed: a folder called step_* is a finished checkpoint. Every rank enters."""
-    name = f"step_{meta['step']:08d}"
-    final, part = out_dir / name, out_dir / f".{name}.part"
-    if rank == 0:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        save_file({n: p.detach().contiguous() for n, p in model.named_parameters()}, part / "model.safetensors")
-        (part / "meta.json").write_text(json.dumps(meta, indent=1))
-    barrier()
-    # Weights and optimizer state are safetensors: nothing here is pickled. Under torchrun the ranks share the writing.
-    dcp.save(optimizer_tensors(model, optimizer), storage_writer=HuggingFaceStorageWriter(str(part / "optimizer"), save_distributed=True), no_dist=not dist.is_initialized())
-    barrier()
-    if rank == 0:
-        for file in [f for f in part.rglob("*") if f.is_file()]:
-            with open(file, "rb") as f:
-                os.fsync(f.fileno())
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(part, final)
-        write_atomically(out_dir / "latest", name + "\n")
-        for old in sorted(out_dir.glob("step_*"))[:-keep]:
-            shutil.rmtree(old)
-    barrier()
+class Checkpointer:
+    """Writes checkpoints while training goes on. All ranks call save and finish together.
+
+    save copies everything to host memory and leaves the writing to a thread, under the name .step_*.part; finish waits for the
+    threads of all ranks and renames. So a folder called step_* is whole, and until then the one before it is the newest.
+    """
+
+    def __init__(self, out_dir, keep, rank):
+        self.out_dir, self.keep, self.rank, self.writing = out_dir, keep, rank, None
+        self.thread = ThreadPoolExecutor(1)
+        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None  # the thread's own, apart from training's
+
+    def save(self, meta, model, ema, optimizer):
+        self.finish()
+        name = f"step_{meta['step']:08d}"
+        part = self.out_dir / f".{name}.part"
+        if self.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        barrier()
+        jobs = []
+        for file, tensors in {"model": dict(model.named_parameters()), "ema": ema}.items():
+            copies = {}
+            for key, tensor in tensors.items():  # one at a time: a sharded one is gathered on every rank and kept by the first
+                tensor = full(tensor.detach())
+                if self.rank == 0:
+                    copies[key] = tensor.to("cpu", copy=True).contiguous()
+            if copies:
+                jobs.append(self.thread.submit(save_file, copies, part / f"{file}.safetensors"))
+        writer = HuggingFaceStorageWriter(str(part / "optimizer"), save_distributed=True)
+        jobs.append(dcp.async_save(optimizer_tensors(model, optimizer), storage_writer=writer, process_group=self.group, no_dist=self.group is None))
+        if self.rank == 0:
+            jobs.append(self.thread.submit((part / "meta.json").write_text, json.dumps(meta, indent=1)))
+        self.writing = name, part, jobs
+
+    def written(self):
+        """Whether this rank's part of a checkpoint under way is on disk."""
+        return self.writing is not None and all(job.done() for job in self.writing[2])
+
+    def finish(self):
+        if self.writing is None:
+            return
+        name, part, jobs = self.writing
+        self.writing = None
+        try:
+            for job in jobs:
+                job.result()
+            if self.rank == 0:
+                for file in [f for f in part.rglob("*") if f.is_file()]:
+                    with open(file, "rb") as f:
+                        os.fsync(f.fileno())
+        except Exception as error:  # a full disk comes as OSError, SafetensorError or wrapped by torch: whatever it is, the run cannot be saved
+            shutil.rmtree(part, ignore_errors=True)
+            before = find_checkpoint(self.out_dir)
+            sys.exit(f"error: the checkpoint {self.out_dir / name} could not be written ({' '.join(str(error).split())[:300]}); {f'{before} is untouched' if before else 'there is none before it'}: make room and start again")
+        barrier()
+        if self.rank == 0:
+            shutil.rmtree(self.out_dir / name, ignore_errors=True)
+            os.replace(part, self.out_dir / name)
+            write_atomically(self.out_dir / "latest", name + "\n")
+            for old in sorted(self.out_dir.glob("step_*"))[: -self.keep]:
+                shutil.rmtree(old)
+        barrier()
 
 
 def write_atomically(path, text):
@@ -230,6 +302,38 @@ def choose_device(cfg, local_rank):
             raise UserError("--param_dtype=bfloat16 computes in bfloat16; leave --dtype=float32 away")
         dtype = torch.bfloat16
     return device, dtype, why
+
+
+def full(tensor):
+    """A sharded tensor whole, on every rank (all of them must ask); any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard(model, dtype):
+    """FSDP2: each sublayer is gathered when it runs, in `dtype`; gradients are summed and weights kept in their own precision (fp32).
+
+    The sublayers are the units because the Transformer calls them, not their layer. The residual method's parameters stay fp32 in
+    compute, as under DDP, and are gathered once per pass, when its depth memory is opened.
+    """
+    half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)  # rotary tables stay fp32
+    for layer in model.layers:
+        for sublayer in (layer.attn, layer.mlp):
+            fully_shard(sublayer, mp_policy=half)
+    if next(model.residual.parameters(), None) is not None:
+        fully_shard(model.residual, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), reshard_after_forward=False)
+        register_fsdp_forward_method(model.residual, "start")
+    fully_shard(model, mp_policy=half)
+
+
+def reshard(model):
+    """After a pass without a backward FSDP's outermost groups stay gathered; give them back, or the next pass would read old weights."""
+    for module in (model, model.residual):
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def barrier():
@@ -285,12 +389,14 @@ class GraphedMicroStep:
 def main():
     default_config = Path(__file__).parent / "config" / "demo.py"
     cfg, config, origins = configure(sys.argv[1:], TrainConfig, GPTConfig, doc=__doc__, default_file=str(default_config))
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world, distributed = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), "RANK" in os.environ
     device, dtype, why_device = choose_device(cfg, int(os.environ.get("LOCAL_RANK", 0)))
     if cfg.global_batch_size % (cfg.batch_size * world):
         raise UserError(
             f"global_batch_size={cfg.global_batch_size} is not a multiple of batch_size={cfg.batch_size} x {world} ranks: choose --batch_size= and --global_batch_size= so that it is"
         )
+    if cfg.parallel == "fsdp" and not distributed:
+        raise UserError("--parallel=fsdp shares the model out to the ranks of torchrun: start it with torchrun --nproc_per_node=GPUS train.py ..., or leave it away")
     micro_steps = cfg.global_batch_size // (cfg.batch_size * world)
     tokens_per_step = cfg.global_batch_size * config.block_size
 
@@ -316,10 +422,12 @@ def main():
         ckpt = find_checkpoint(cfg.resume)
         if ckpt is None:
             raise UserError(f"--resume={cfg.resume} is neither auto, never nor a checkpoint folder (one with meta.json, or a run's folder with `latest`)")
-    elif find_checkpoint(out_dir) or (out_dir / "log.jsonl").exists():
+    elif any(out_dir.glob("step_*")) or (out_dir / "log.jsonl").exists():
         if cfg.resume == "never":
             raise UserError(f"{out_dir} holds a run already and --resume=never was given: give --out_dir= a new folder")
-        ckpt = find_checkpoint(out_dir)
+        ckpt, damage = newest_whole(out_dir)
+        if damage and rank == 0:
+            print(f"warning: {'; '.join(damage)}: going on from {ckpt or 'the start'}", file=sys.stderr)
     if ckpt:
         meta = read_meta(ckpt)
         check_same_run(ckpt, meta["train_config"], meta["model_config"], cfg, config)
@@ -338,30 +446,48 @@ def main():
         kernel, why_kernel = choose_kernel(cfg.kernel, config, device, dtype)
     except ValueError as error:
         raise UserError(error) from error
-    if world > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
+    graphed = device.type == "cuda" and cfg.parallel == "ddp" if cfg.cuda_graph is None else cfg.cuda_graph
+    if graphed and (device.type != "cuda" or cfg.parallel == "fsdp"):
+        raise UserError(f"--cuda_graph=true needs a CUDA device and --parallel=ddp, this is {device} with {cfg.parallel}; leave it away")
+    if distributed:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    model = GPT(config, kernel, cfg.seed).to(device=device, dtype=getattr(torch, cfg.param_dtype))
+    param_dtype = getattr(torch, cfg.param_dtype)
+    with torch.device("meta"):  # no memory yet: shard first, then let every rank fill in its part
+        model = GPT(config, kernel).to(param_dtype)
+    if cfg.parallel == "fsdp":
+        shard(model, dtype)
+    model.to_empty(device=device)
     model.grad_checkpoint = cfg.grad_checkpoint
-    if cfg.init_from and not ckpt:
-        source = find_checkpoint(cfg.init_from)
-        if source is None:
-            raise UserError(f"--init_from={cfg.init_from} is not a checkpoint: give a folder with meta.json, or a run's folder with `latest`")
-        load_weights(model, source)
+    weights_from = ckpt or (find_checkpoint(cfg.init_from) if cfg.init_from else None)
+    if cfg.init_from and weights_from is None:
+        raise UserError(f"--init_from={cfg.init_from} is not a checkpoint: give a folder with meta.json, or a run's folder with `latest`")
+    if weights_from:
+        load_weights(model, weights_from)
+    else:
+        model.init_weights(cfg.seed)
+    ema = {name: p.detach().float().clone() for name, p in model.named_parameters()} if cfg.ema_decay else {}
     groups = parameter_groups(model, cfg)
     optimizer = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
-    autocast = torch.autocast(device.type, dtype) if dtype != getattr(torch, cfg.param_dtype) else nullcontext()
-    compiled = device.type == "cuda" if cfg.compile is None else cfg.compile
-    forward = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
-    trained = DistributedDataParallel(forward, device_ids=[device.index] if device.type == "cuda" else None) if world > 1 else forward
+    autocast = torch.autocast(device.type, dtype) if dtype != param_dtype and cfg.parallel == "ddp" else nullcontext()  # FSDP casts by itself
 
-    graphed = device.type == "cuda" if cfg.cuda_graph is None else cfg.cuda_graph
-    if graphed and device.type != "cuda":
-        raise UserError(f"--cuda_graph=true needs a CUDA device, this is {device}; leave it away")
+    compiled = device.type == "cuda" if cfg.compile is None else cfg.compile
+    compiler = partial(torch.compile, fullgraph=True, dynamic=False)
+    if compiled and cfg.parallel == "fsdp":  # in parts: FSDP's gathering goes on between them
+        for layer in model.layers:
+            layer.attn.forward, layer.mlp.forward = compiler(layer.attn.forward), compiler(layer.mlp.forward)
+        model.loss_head = compiler(model.loss_head)
+    forward = compiler(model) if compiled and cfg.parallel == "ddp" else model
+    trained = forward
+    if distributed and cfg.parallel == "ddp":
+        trained = DistributedDataParallel(forward, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
 
     def forward_backward(x, y, last):
-        with trained.no_sync() if world > 1 and not last else nullcontext():  # gradients travel once per step
+        """One micro-step: adds its share to the gradients; those of all ranks are summed up in the last one of an optimizer step."""
+        if cfg.parallel == "fsdp":
+            model.set_requires_gradient_sync(last)
+        with trained.no_sync() if trained is not forward and not last else nullcontext():
             with autocast:
                 objective, cross_entropy = trained(x, y, cfg.z_loss)
             (objective / micro_steps).backward()
@@ -369,8 +495,9 @@ def main():
 
     step, logged = 0, []
     if ckpt:
-        load_weights(model, ckpt)
-        dcp.load(optimizer_tensors(model, optimizer), storage_reader=HuggingFaceStorageReader(str(ckpt / "optimizer")), no_dist=world == 1)
+        if ema:
+            load_weights(model, ckpt, "ema.safetensors", into=ema)
+        dcp.load(optimizer_tensors(model, optimizer), storage_reader=HuggingFaceStorageReader(str(ckpt / "optimizer")), no_dist=not distributed)
         step = meta["step"]
 
     # what is about to happen, in words
@@ -412,22 +539,37 @@ def main():
 
     @torch.no_grad()
     def evaluate():
-        """Mean loss over the fixed validation windows, dealt out to the ranks; a short last batch is filled up with ignored targets."""
-        mine = list(range(rank, val_windows.n, world))
-        total = 0.0
-        for i in range(0, len(mine), cfg.batch_size):
+        """Mean loss over the fixed validation windows, dealt out to the ranks; batches are filled up with ignored targets, so that all
+        ranks run equally many of one size."""
+        mine, total = list(range(rank, val_windows.n, world)), torch.zeros((), dtype=torch.float64, device=device)
+        for i in range(0, math.ceil(val_windows.n / world), cfg.batch_size):
             part = mine[i : i + cfg.batch_size]
-            x, y = to_device(val_windows.batch(part + part[:1] * (cfg.batch_size - len(part))))
+            x, y = to_device(val_windows.batch(part + [0] * (cfg.batch_size - len(part))))
             y[len(part) :] = -100
             with autocast:
-                total += forward(x, y)[1].double() * len(part)
+                cross_entropy = forward(x, y)[1]
+            if part:
+                total += cross_entropy * len(part)
+        reshard(model)
         return all_reduce([total], device)[0] / val_windows.n
+
+    @torch.no_grad()
+    def evaluate_ema():
+        parameters = dict(model.named_parameters())
+        raw = {name: p.detach().clone() for name, p in parameters.items()}
+        for name, p in parameters.items():
+            p.copy_(ema[name])
+        loss = evaluate()
+        for name, p in parameters.items():
+            p.copy_(raw[name])
+        return loss
 
     def route_entropy():
         """Mean over sites with a choice, tokens and heads of the entropy of the routing weights, in nats, on one validation window."""
         record = []
         with torch.no_grad(), autocast:
             model(to_device(val_windows.batch([0]))[0], record=record)
+        reshard(model)
         per_site = [-(a * a.clamp_min(1e-30).log()).sum(0).mean() for a in record if len(a) > 1]
         return torch.stack(per_site).mean().item()
 
@@ -437,12 +579,13 @@ def main():
         meta = {"step": step, "model_config": asdict(config), "train_config": asdict(cfg) | {"out_dir": str(out_dir)}, "params": counts,
                 "data": {"dataset": str(cfg.dataset), "sha256": train_bin.header["sha256"], "tokenizer": train_bin.header["tokenizer"], "epoch": epoch, "window": window},
                 "rng": {"seed": cfg.seed, "note": "a step draws no random numbers; weights and data order follow the seed"}}  # fmt: skip
-        save_checkpoint(out_dir, model, optimizer, meta, cfg.keep_checkpoints, rank)
+        checkpointer.save(meta, model, ema, optimizer)
 
     stop = []  # signals received; the run ends after the step at hand, with a checkpoint
     for s in (signal.SIGTERM, signal.SIGINT):
         signal.signal(s, lambda number, frame: (signal.signal(number, signal.SIG_DFL), stop.append(number)))
 
+    checkpointer = Checkpointer(out_dir, cfg.keep_checkpoints, rank)
     progress = tqdm(total=cfg.max_steps, initial=step, disable=rank != 0, unit="step", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30)
     bad_step = torch.zeros((), device=device)  # the first step whose loss or gradient was not finite, found out without waiting for the GPU
     micro_step = None
@@ -463,23 +606,28 @@ def main():
                 since, waited = time.perf_counter(), 0.0  # compiling is not training
             cross_entropy = micro_step(x, y, first, last) if graphed else forward_backward(x, y, last)
             loss += cross_entropy / micro_steps
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
+        grad_norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf))
         bad_step = torch.where((bad_step == 0) & ~torch.isfinite(grad_norm + loss), step + 1, bad_step)
         evaluating = (step + 1) % cfg.eval_interval == 0 or step + 1 == cfg.max_steps
-        route_norms = {f"{n}_grad_norm": getattr(model.residual, n).grad.norm() for n in ("query", "gate") if hasattr(model.residual, n)} if evaluating else {}
+        route_norms = {f"{n}_grad_norm": full(getattr(model.residual, n).grad.norm()) for n in ("query", "gate") if hasattr(model.residual, n)} if evaluating else {}
         optimizer.step()
         if not graphed:  # a graph's first micro-step overwrites them
             optimizer.zero_grad(set_to_none=True)
+        if ema:
+            torch._foreach_lerp_([local(e) for e in ema.values()], [local(p.detach()).float() for p in model.parameters()], 1 - cfg.ema_decay)
         step += 1
         progress.update()
 
         saving = step % cfg.save_interval == 0 or step == cfg.max_steps
         if step % cfg.log_interval == 0 or evaluating or saving:
-            mean_loss, bad, signals = all_reduce([loss / world, bad_step, len(stop)], device)
+            mean_loss, bad, signals, written = all_reduce([loss / world, bad_step, len(stop), checkpointer.written()], device)
+            if written == world:
+                checkpointer.finish()
             if bad:
                 progress.close()
+                checkpointer.finish()
                 where = f"the checkpoint of step {saved_step} in {out_dir} is untouched" if saved_step else "no checkpoint was written"
-                sys.exit(f"error: step {int(bad / world)}: loss or gradient is not finite (lr {lr:.3g}, loss {mean_loss:.4g}, gradient norm {grad_norm:.4g}); {where}")
+                sys.exit(f"error: step {round(bad / world)}: loss or gradient is not finite (lr {lr:.3g}, loss {mean_loss:.4g}, gradient norm {grad_norm:.4g}); {where}")
             seconds, steps = time.perf_counter() - since, step - last_log
             rate = steps * tokens_per_step / seconds
             event = {"event": "train", "step": step, "loss": mean_loss, "lr": lr, "grad_norm": grad_norm.item(), "tokens": step * tokens_per_step, "tok_per_s": rate,
@@ -490,7 +638,7 @@ def main():
             progress.set_postfix(loss=f"{mean_loss:.4f}", tok_per_s=f"{rate:,.0f}", epoch=windows.position(step * cfg.global_batch_size)[0])
             if evaluating:
                 val = evaluate()
-                log({"event": "val", "step": step, "loss": val, "loss_ema": None})
+                log({"event": "val", "step": step, "loss": val, "loss_ema": evaluate_ema() if ema else None})
                 if rank == 0:
                     progress.write(f"step {step:6d}  train {mean_loss:.4f}  val {val:.4f}  lr {lr:.2e}  {rate:,.0f} tokens/s", file=sys.stdout)
                     sys.stdout.flush()
@@ -499,12 +647,14 @@ def main():
                 saved_step = step
             if signals:
                 progress.close()
+                checkpointer.finish()
                 if rank == 0:
                     print(f"stopped by a signal after step {step}; saved in {out_dir}; the same command goes on from there", flush=True)
                 break
             waited, since, last_log = 0.0, time.perf_counter(), step
     else:
         progress.close()
+        checkpointer.finish()
         if rank == 0:
             tail = [e["loss"] for e in logged if e["event"] == "val"][-11:]
             mean = sum(tail) / len(tail)

@@ -57,11 +57,20 @@ def run(*flags, dataset):
             signal.signal(s, handler)
 
 
+SEVERAL = """import os, sys
+sys.path.insert(0, {root!r})
+import train
+for i, sys.argv in enumerate({runs!r}):
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(i)  # each run meets under keys of its own
+    train.main()
+"""
+
+
 def torchrun(ranks, commands, dataset, tmp_path):
     """Several runs of train.py, one after another, in one start of torchrun: [flags of run 1, flags of run 2, ...]"""
     runs = [["train.py", *{f.split("=")[0]: f for f in [*TINY, f"--dataset={dataset}", "--device=cpu", *flags]}.values()] for flags in commands]
     script = tmp_path / "several.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train\nfor sys.argv in {runs!r}: train.main()\n")
+    script.write_text(SEVERAL.format(root=str(ROOT), runs=runs))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", script]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
