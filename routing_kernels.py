@@ -65,9 +65,9 @@ def route_reference(sources, query: Tensor, key_norm: Tensor, n_heads: int, eps:
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------------
-# Kernels. A head's K channels are CH chunks of KC, one warp each; a chunk is two power-of-two column tiles, KA + KB wide (160 = 128 + 32).
-# Tiles are [CH, rows, columns]. The 16 rows (sources or sites) are the m of the tensor-core product, the G sites (sources) its n, so that
-# nothing is padded. In 16-bit types u enters the products as hi + lo; sums, logits and softmax are fp32.
+# Kernels. Widths such as 160 are no power of two, so a row is a tuple of narrow tiles (5 x 32), and whatever runs over columns is a static loop
+# over the tuple. In the inter kernels a wide head is CH chunks of KC columns, one warp each. In 16-bit types u enters the tensor-core products
+# as hi + lo; sums, logits and softmax are fp32.
 
 def jit(function=None, **options):
     """triton.jit, or nothing where there is no triton."""
@@ -80,100 +80,146 @@ _RUNTIME = ["M", "S", "s", "s0", "e0"]  # never specialised: one binary serves a
 
 
 @jit
-def _columns(h, K: tl.constexpr, CH: tl.constexpr, KC: tl.constexpr, first: tl.constexpr, W: tl.constexpr):
-    """Columns [CH, W] of head h, from column `first` of each chunk on, and which of them exist."""
-    c = tl.arange(0, CH)[:, None]
-    k = first + tl.arange(0, W)[None, :]
-    return h * K + c * KC + k, (k < KC) & (c * KC + k < K)
+def _tiles(base, row, row_ok, col, k, KC: tl.constexpr, W: tl.constexpr, CACHE: tl.constexpr):
+    """Rows at the offsets `row`, as a tuple of tiles [CH, rows, W] that covers each chunk's KC columns. col [CH, 1, W], k [1, 1, W]."""
+    tiles = ()
+    for q in tl.static_range((KC + W - 1) // W):
+        tiles = tiles + (tl.load(base + row[None, :, None] + col + q * W, mask=row_ok[None, :, None] & (q * W + k < KC), other=0.0, cache_modifier=CACHE),)
+    return tiles
 
 
 @jit
-def _tile(base, row, row_ok, col, col_ok, D: tl.constexpr, CACHE: tl.constexpr):
-    """Rows of a [rows, D] matrix at the columns of `_columns`: [CH, rows, W]."""
-    return tl.load(base + row[None, :, None] * D + col[:, None, :], mask=row_ok[None, :, None] & col_ok[:, None, :], other=0.0, cache_modifier=CACHE)
+def _empty(CH: tl.constexpr, ROWS: tl.constexpr, KC: tl.constexpr, W: tl.constexpr):
+    tiles = ()
+    for q in tl.static_range((KC + W - 1) // W):
+        tiles = tiles + (tl.zeros([CH, ROWS, W], tl.float32),)
+    return tiles
 
 
 @jit
-def _t(x):
-    return tl.permute(x, (0, 2, 1))
+def _dot_t(a, b, acc):
+    """acc + a b^T over a chunk's columns: [CH, rows of a, rows of b]. "ieee" concerns fp32 alone: no tf32."""
+    for q in tl.static_range(len(a)):
+        acc = tl.dot(a[q], tl.permute(b[q], (0, 2, 1)), acc, input_precision="ieee")
+    return acc
 
 
 @jit
-def _dot(a, b, acc):
-    return tl.dot(a, b, acc, input_precision="ieee")
+def _dot_add(p, b, acc):
+    """acc + p b, tile by tile."""
+    tiles = ()
+    for q in tl.static_range(len(b)):
+        tiles = tiles + (tl.dot(p, b[q], acc[q], input_precision="ieee"),)
+    return tiles
+
+
+@jit
+def _scale(acc, by):
+    """by[row] acc, tile by tile."""
+    tiles = ()
+    for q in tl.static_range(len(acc)):
+        tiles = tiles + (acc[q] * by[None, :, None],)
+    return tiles
+
+
+@jit
+def _store_tiles(base, row, row_ok, col, k, tiles, KC: tl.constexpr, W: tl.constexpr):
+    for q in tl.static_range(len(tiles)):
+        tl.store(base + row[None, :, None] + col + q * W, tiles[q].to(base.dtype.element_ty), mask=row_ok[None, :, None] & (q * W + k < KC))
 
 
 @jit(do_not_specialize=_RUNTIME)
 def forward_inter(V, R, UH, UL, PART, PART_LSE, M, S, s0, TB, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr, KC: tl.constexpr,
-                  KA: tl.constexpr, KB: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr):
+                  W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr):
     """Sites s0..s0+G-1 attend to sources 0..s0-1. Program: one head of TB tokens. -> PART [M, G, D], normalised; PART_LSE [M, H, G]."""
-    pid = tl.program_id(0)
-    h = pid % H
-    m = (pid // H).to(tl.int64) * TB
-    m_end = tl.minimum(m + TB, M)
     D: tl.constexpr = H * K
+    h = tl.program_id(0) % H
+    m = (tl.program_id(0) // H).to(tl.int64) * TB
+    tokens = tl.minimum(M - m, TB).to(tl.int32)
     g, n = tl.arange(0, G), tl.arange(0, BN)
+    c, k = tl.arange(0, CH)[:, None, None], tl.arange(0, W)[None, None, :]
+    col = h * K + c * KC + k
     g_ok = s0 + g < S
-    ca, ma = _columns(h, K, CH, KC, 0, KA)
-    uha = _t(_tile(UH, s0 + g, g_ok, ca, ma, D, ""))  # [CH, KA, G]
-    va = _tile(V + m * S * D, n, n < s0, ca, ma, D, ".cg")  # [CH, BN, KA]
-    acca = tl.zeros([CH, KA, G], tl.float32)
+    uh = _tiles(UH, (s0 + g) * D, g_ok, col, k, KC, W, "")  # [CH, G, W]: the sites' queries, the same for all tokens
     if SPLIT:
-        ula = _t(_tile(UL, s0 + g, g_ok, ca, ma, D, ""))
-    if KB > 0:
-        cb, mb = _columns(h, K, CH, KC, KA, KB)
-        uhb = _t(_tile(UH, s0 + g, g_ok, cb, mb, D, ""))
-        vb = _tile(V + m * S * D, n, n < s0, cb, mb, D, ".cg")
-        accb = tl.zeros([CH, KB, G], tl.float32)
-        if SPLIT:
-            ulb = _t(_tile(UL, s0 + g, g_ok, cb, mb, D, ""))
-    r = tl.load(R + m * S + n, mask=n < s0, other=0.0)
+        ul = _tiles(UL, (s0 + g) * D, g_ok, col, k, KC, W, "")
     top = tl.full([G], float("-inf"), tl.float32)  # running maximum and sum of the softmax
     den = tl.zeros([G], tl.float32)
-    i = 0
-    for _ in range((m_end - m).to(tl.int32) * tl.cdiv(s0, BN)):  # all tiles of all tokens; the next one is fetched while this one is used
-        last = i + BN >= s0
-        m_next = tl.where(last, m + 1, m)
-        i_next = tl.where(last, 0, i + BN)
-        row = i_next + n
-        ok = (row < s0) & (m_next < m_end)
-        va_next = _tile(V + m_next * S * D, row, ok, ca, ma, D, ".cg")
-        r_next = tl.load(R + m_next * S + row, mask=ok, other=0.0)
-        zero = tl.zeros([CH, BN, G], tl.float32)
-        lg = _dot(va, uha, zero)
+    acc = _empty(CH, G, KC, W)
+    blocks = tl.cdiv(s0, BN)
+    for step in range(tokens * blocks):  # all blocks of all tokens in one loop, so that the pipeline never drains
+        token = m + step // blocks
+        i = step % blocks * BN + n
+        ok = i < s0
+        v = _tiles(V + token * S * D, i * D, ok, col, k, KC, W, "")  # [CH, BN, W]
+        r = tl.load(R + token * S + i, mask=ok, other=0.0)
+        zero = tl.zeros([CH, G, BN], tl.float32)
+        lg = _dot_t(uh, v, zero)
         if SPLIT:
-            lg += _dot(va, ula, zero)
-        if KB > 0:
-            vb_next = _tile(V + m_next * S * D, row, ok, cb, mb, D, ".cg")
-            lg = _dot(vb, uhb, lg)
-            if SPLIT:
-                lg = _dot(vb, ulb, lg)
-        lg = tl.where((i + n < s0)[:, None], tl.sum(lg, 0) * r[:, None], float("-inf"))  # [BN, G]
-        top_new = tl.maximum(top, tl.max(lg, 0))
+            lg += _dot_t(ul, v, zero)
+        lg = tl.where(ok[None, :], tl.sum(lg, 0) * r[None, :], float("-inf"))  # [G, BN]
+        top_new = tl.maximum(top, tl.max(lg, 1))
         scale = tl.exp(top - top_new)
-        p = tl.exp(lg - top_new[None, :])
-        den = den * scale + tl.sum(p, 0)
+        p = tl.exp(lg - top_new[:, None])
+        den = den * scale + tl.sum(p, 1)
         top = top_new
-        pv = tl.broadcast_to(p.to(va.dtype)[None, :, :], [CH, BN, G])
-        acca = _dot(_t(va), pv, acca * scale[None, None, :])
-        if KB > 0:
-            accb = _dot(_t(vb), pv, accb * scale[None, None, :])
-        if last:
-            row_out = (m * G + g)[None, :, None] * D
-            tl.store(PART + row_out + ca[:, None, :], _t(acca / den[None, None, :]).to(PART.dtype.element_ty), mask=g_ok[None, :, None] & ma[:, None, :])
-            acca = tl.zeros([CH, KA, G], tl.float32)
-            if KB > 0:
-                tl.store(PART + row_out + cb[:, None, :], _t(accb / den[None, None, :]).to(PART.dtype.element_ty), mask=g_ok[None, :, None] & mb[:, None, :])
-                accb = tl.zeros([CH, KB, G], tl.float32)
-            tl.store(PART_LSE + (m * H + h) * G + g, top + tl.log(den), mask=g_ok)
+        acc = _dot_add(tl.broadcast_to(p.to(V.dtype.element_ty)[None, :, :], [CH, G, BN]), v, _scale(acc, scale))
+        if step % blocks == blocks - 1:
+            _store_tiles(PART, (token * G + g) * D, g_ok, col, k, _scale(acc, 1.0 / den), KC, W)
+            tl.store(PART_LSE + (token * H + h) * G + g, top + tl.log(den), mask=g_ok)
             top = tl.full([G], float("-inf"), tl.float32)
             den = tl.zeros([G], tl.float32)
-        va = va_next
-        if KB > 0:
-            vb = vb_next
-        r = r_next
-        m = m_next
-        i = i_next
+            acc = _empty(CH, G, KC, W)
+
+
+@jit(do_not_specialize=_RUNTIME)
+def backward_inter(V, R, UH, UL, DO, LSE, DEL, PART, PART_C, DS, END, M, S, s0, e0, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr,
+                   KC: tl.constexpr, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr):
+    """Sources s0..e0-1 pull from sites e0..END-1. Program: one head of two tokens, whose 2 G sources fill the 16 rows of a tensor-core tile and
+    share the reads of u. -> PART [M, G, D], PART_C [M, H, G], DS [M, H, S, G]."""
+    D: tl.constexpr = H * K
+    pairs = tl.cdiv(M, 2)
+    h = tl.program_id(0) // pairs
+    m0 = (tl.program_id(0) % pairs).to(tl.int64) * 2
+    m1 = tl.minimum(m0 + 1, M - 1)  # of an odd number of tokens the last is done twice, with the same result
+    end = tl.load(END).to(tl.int32)
+    a, n = tl.arange(0, 2 * G), tl.arange(0, BN)
+    g, first = a % G, a < G
+    m = tl.where(first, m0, m1)
+    c, k = tl.arange(0, CH)[:, None, None], tl.arange(0, W)[None, None, :]
+    col = h * K + c * KC + k
+    v = _tiles(V, (m * S + s0 + g) * D, a < 2 * G, col, k, KC, W, ".cg")  # [CH, 2 G, W]
+    r = tl.load(R + m * S + s0 + g)
+    stat = (m * H + h) * S
+    stat0, stat1 = (m0 * H + h) * S, (m1 * H + h) * S
+    total = tl.zeros([2 * G], tl.float32)  # sum_j ds_ji logit_ji
+    acc = _empty(CH, 2 * G, KC, W)
+    for j in range(e0, end, BN):
+        row = j + n
+        ok = row < end
+        dh0 = _tiles(DO + m0 * S * D, row * D, ok, col, k, KC, W, "")  # [CH, BN, W]
+        dh1 = _tiles(DO + m1 * S * D, row * D, ok, col, k, KC, W, "")
+        uh = _tiles(UH, row * D, ok, col, k, KC, W, "")
+        zero = tl.zeros([CH, 2 * G, BN], tl.float32)
+        lg = _dot_t(v, uh, zero)
+        if SPLIT:
+            lg += _dot_t(v, _tiles(UL, row * D, ok, col, k, KC, W, ""), zero)
+        lg = tl.sum(lg, 0) * r[:, None]  # [2 G, BN]
+        dp = tl.where(first[:, None], tl.sum(_dot_t(v, dh0, zero), 0), tl.sum(_dot_t(v, dh1, zero), 0))
+        lse0, lse1 = tl.load(LSE + stat0 + row, mask=ok, other=0.0), tl.load(LSE + stat1 + row, mask=ok, other=0.0)
+        delta0, delta1 = tl.load(DEL + stat0 + row, mask=ok, other=0.0), tl.load(DEL + stat1 + row, mask=ok, other=0.0)
+        p = tl.where(ok[None, :], tl.exp(lg - tl.where(first[:, None], lse0[None, :], lse1[None, :])), 0.0)
+        ds = p * (dp - tl.where(first[:, None], delta0[None, :], delta1[None, :]))
+        total += tl.sum(ds * lg, 1)
+        ds = (ds * r[:, None]).to(V.dtype.element_ty)
+        tl.store(DS + (stat[:, None] + row[None, :]) * G + g[:, None], ds, mask=ok[None, :])
+        p0 = tl.where(first[:, None], p, 0.0).to(V.dtype.element_ty)  # each token's rows take their own dh
+        p1 = tl.where(first[:, None], 0.0, p).to(V.dtype.element_ty)
+        acc = _dot_add(tl.broadcast_to(p0[None, :, :], [CH, 2 * G, BN]), dh0, acc)
+        acc = _dot_add(tl.broadcast_to(p1[None, :, :], [CH, 2 * G, BN]), dh1, acc)
+        acc = _dot_add(tl.broadcast_to(ds[None, :, :], [CH, 2 * G, BN]), uh, acc)
+    _store_tiles(PART, (m * G + g) * D, a < 2 * G, col, k, acc, KC, W)
+    tl.store(PART_C + (m * H + h) * G + g, total)
 
 
 @jit
@@ -260,100 +306,6 @@ def forward_intra(X, V, R, U, PART, PART_LSE, OUT, LSE, S, s, s0, eps, H: tl.con
     tl.store(LSE + (m * H + h) * S + s, top + tl.log(den), mask=h_ok)
 
 
-@jit
-def _pull_start(V, R, m, s0, S, ca, ma, cb, mb, D: tl.constexpr, CH: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, G: tl.constexpr):
-    """One token's G sources, transposed, their rstd, and empty sums."""
-    g = tl.arange(0, G)
-    va = _t(_tile(V + m * S * D, s0 + g, g < G, ca, ma, D, ".cg"))  # [CH, KA, G]
-    acca = tl.zeros([CH, KA, G], tl.float32)
-    vb, accb = va, acca
-    if KB > 0:
-        vb = _t(_tile(V + m * S * D, s0 + g, g < G, cb, mb, D, ".cg"))
-        accb = tl.zeros([CH, KB, G], tl.float32)
-    return va, vb, tl.load(R + m * S + s0 + g), acca, accb, tl.zeros([G], tl.float32)
-
-
-@jit
-def _pull(vat, vbt, r, acca, accb, c, uha, uhb, ula, ulb, DO, LSE, DEL, DS, m, h, row, row_ok, ca, ma, cb, mb, S, H: tl.constexpr, D: tl.constexpr,
-          CH: tl.constexpr, KB: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr):
-    """One token's part of `backward_inter` for BN later sites: the two sums of dv, c = sum_j ds_ji logit_ji, and ds for du."""
-    da = _tile(DO + m * S * D, row, row_ok, ca, ma, D, ".cg")  # [CH, BN, KA]
-    lse = tl.load(LSE + (m * H + h) * S + row, mask=row_ok, other=0.0)
-    delta = tl.load(DEL + (m * H + h) * S + row, mask=row_ok, other=0.0)
-    zero = tl.zeros([CH, BN, G], tl.float32)
-    dp = _dot(da, vat, zero)
-    lg = _dot(uha, vat, zero)
-    if SPLIT:
-        lg += _dot(ula, vat, zero)
-    if KB > 0:
-        db = _tile(DO + m * S * D, row, row_ok, cb, mb, D, ".cg")
-        dp = _dot(db, vbt, dp)
-        lg = _dot(uhb, vbt, lg)
-        if SPLIT:
-            lg = _dot(ulb, vbt, lg)
-    lg = tl.sum(lg, 0) * r[None, :]  # [BN, G]
-    p = tl.where(row_ok[:, None], tl.exp(lg - lse[:, None]), 0.0)
-    ds = p * (tl.sum(dp, 0) - delta[:, None])
-    c += tl.sum(ds * lg, 0)
-    ds = (ds * r[None, :]).to(da.dtype)
-    g = tl.arange(0, G)
-    tl.store(DS + ((m * H + h) * S + row)[:, None] * G + g[None, :], ds, mask=row_ok[:, None])
-    p = tl.broadcast_to(p.to(da.dtype)[None, :, :], [CH, BN, G])
-    ds = tl.broadcast_to(ds[None, :, :], [CH, BN, G])
-    acca = _dot(_t(uha), ds, _dot(_t(da), p, acca))
-    if KB > 0:
-        accb = _dot(_t(uhb), ds, _dot(_t(db), p, accb))
-    return acca, accb, c
-
-
-@jit
-def _pull_end(acca, accb, c, PART, PART_C, m, h, ca, ma, cb, mb, H: tl.constexpr, D: tl.constexpr, KB: tl.constexpr, G: tl.constexpr):
-    g = tl.arange(0, G)
-    row = (m * G + g)[None, :, None] * D
-    tl.store(PART + row + ca[:, None, :], _t(acca).to(PART.dtype.element_ty), mask=(g < G)[None, :, None] & ma[:, None, :])
-    if KB > 0:
-        tl.store(PART + row + cb[:, None, :], _t(accb).to(PART.dtype.element_ty), mask=(g < G)[None, :, None] & mb[:, None, :])
-    tl.store(PART_C + (m * H + h) * G + g, c)
-
-
-@jit(do_not_specialize=_RUNTIME)
-def backward_inter(V, R, UH, UL, DO, LSE, DEL, PART, PART_C, DS, END, M, S, s0, e0, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr,
-                   KC: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, TWO: tl.constexpr):
-    """Sources s0..e0-1 pull from sites e0..END-1. Program: one head of one token, or of two that share the tiles of u; head-major, so that
-    the programs on a multiprocessor find those in L1. -> PART [M, G, D], PART_C [M, H, G], DS [M, H, S, G]."""
-    D: tl.constexpr = H * K
-    blocks = tl.cdiv(M, 1 + TWO)
-    h = tl.program_id(0) // blocks
-    m0 = (tl.program_id(0) % blocks).to(tl.int64) * (1 + TWO)
-    m1 = tl.minimum(m0 + 1, M - 1)  # of an odd number of tokens the last is done twice, with the same result
-    end = tl.load(END).to(tl.int32)
-    g = tl.arange(0, G)
-    ca, ma = _columns(h, K, CH, KC, 0, KA)
-    cb, mb = ca, ma
-    if KB > 0:
-        cb, mb = _columns(h, K, CH, KC, KA, KB)
-    va0, vb0, r0, acca0, accb0, c0 = _pull_start(V, R, m0, s0, S, ca, ma, cb, mb, D, CH, KA, KB, G)
-    if TWO:
-        va1, vb1, r1, acca1, accb1, c1 = _pull_start(V, R, m1, s0, S, ca, ma, cb, mb, D, CH, KA, KB, G)
-    for j in range(e0, end, BN):
-        row = j + tl.arange(0, BN)
-        ok = row < end
-        uha = _tile(UH, row, ok, ca, ma, D, "")
-        ula, uhb, ulb = uha, uha, uha
-        if SPLIT:
-            ula = _tile(UL, row, ok, ca, ma, D, "")
-        if KB > 0:
-            uhb = _tile(UH, row, ok, cb, mb, D, "")
-            if SPLIT:
-                ulb = _tile(UL, row, ok, cb, mb, D, "")
-        acca0, accb0, c0 = _pull(va0, vb0, r0, acca0, accb0, c0, uha, uhb, ula, ulb, DO, LSE, DEL, DS, m0, h, row, ok, ca, ma, cb, mb, S, H, D, CH, KB, G, BN, SPLIT)
-        if TWO:
-            acca1, accb1, c1 = _pull(va1, vb1, r1, acca1, accb1, c1, uha, uhb, ula, ulb, DO, LSE, DEL, DS, m1, h, row, ok, ca, ma, cb, mb, S, H, D, CH, KB, G, BN, SPLIT)
-    _pull_end(acca0, accb0, c0, PART, PART_C, m0, h, ca, ma, cb, mb, H, D, KB, G)
-    if TWO:
-        _pull_end(acca1, accb1, c1, PART, PART_C, m1, h, ca, ma, cb, mb, H, D, KB, G)
-
-
 @jit(do_not_specialize=_RUNTIME)
 def backward_intra(V, R, U, DH, HOUT, DO, LSE, DEL, PART, PART_C, DS, DV, END, END_OUT, S, s, s0, e0, H: tl.constexpr, HP: tl.constexpr,
                    K: tl.constexpr, W: tl.constexpr, G: tl.constexpr, MERGE: tl.constexpr):
@@ -414,64 +366,53 @@ def backward_intra(V, R, U, DH, HOUT, DO, LSE, DEL, PART, PART_C, DS, DV, END, E
 
 
 @jit(do_not_specialize=_RUNTIME)
-def backward_query(V, DS, DU, END, M, S, s0, e0, TB, H: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, CH: tl.constexpr, KA: tl.constexpr,
-                   KB: tl.constexpr, G: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr):
-    """du_j += sum over TB tokens and the sources s0..e0-1 of ds_ji rstd_i v_i, for BJ sites j >= s0 and one chunk of a head's columns.
+def backward_query(V, DS, DU, END, M, S, s0, e0, TB, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr, KC: tl.constexpr, W: tl.constexpr,
+                   G: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr):
+    """du_j += sum over TB tokens and the sources s0..e0-1 of ds_ji rstd_i v_i. Program: BJ sites j >= s0, one chunk of one head.
     DU [M / TB, S, D] holds one partial sum per block of tokens; the groups run one after the other, so the order is fixed."""
+    D: tl.constexpr = H * K
     h = tl.program_id(1) // CH
-    first = h * K + tl.program_id(1) % CH * KC
+    c, k = tl.program_id(1) % CH, tl.arange(0, W)
+    col = h * K + c * KC + k
     j = s0 + tl.program_id(0) * BJ + tl.arange(0, BJ)
     m = tl.program_id(2).to(tl.int64) * TB
     m_end = tl.minimum(m + TB, M)
     end = tl.load(END).to(tl.int32)
-    D: tl.constexpr = H * K
     if s0 + tl.program_id(0) * BJ < end:
-        q = tl.arange(0, BM * G)
-        i = q % G
-        ka, kb = tl.arange(0, KA), KA + tl.arange(0, KA)
-        last = tl.minimum(first + KC, (h + 1) * K)
-        acca = tl.zeros([BJ, KA], tl.float32)
-        if KB > 0:
-            kb = KA + tl.arange(0, KB)
-            accb = tl.zeros([BJ, KB], tl.float32)
+        a = tl.arange(0, BM * G)
+        i = s0 + a % G
+        acc = ()
+        for q in tl.static_range((KC + W - 1) // W):
+            acc = acc + (tl.zeros([BJ, W], tl.float32),)
         for t in range(m, m_end, BM):
-            token = t + q // G
-            ok = (token < m_end) & (s0 + i < e0)
+            token = t + a // G
+            ok = (token < m_end) & (i < e0)
             # sources after site j have no weight in it, and their ds was never written
-            ds = tl.load(DS + ((token * H + h) * S)[None, :] * G + j[:, None] * G + i[None, :],
-                         mask=ok[None, :] & (j[:, None] < end) & (j[:, None] >= s0 + i[None, :]), other=0.0)  # [BJ, BM * G]
-            row = (token * S + s0 + i) * D + first
-            va = tl.load(V + row[:, None] + ka[None, :], mask=ok[:, None] & (first + ka < last)[None, :], other=0.0)  # [BM * G, KA]
-            acca = _dot(ds, va, acca)
-            if KB > 0:
-                vb = tl.load(V + row[:, None] + kb[None, :], mask=ok[:, None] & (first + kb < last)[None, :], other=0.0)
-                accb = _dot(ds, vb, accb)
-        out = DU + (tl.program_id(2) * S + j)[:, None] * D + first
-        oka = (j < end)[:, None] & (first + ka < last)[None, :]
-        acca += tl.load(out + ka[None, :], mask=oka & (j >= e0)[:, None], other=0.0)  # of later groups' sources; this group's sites start here
-        tl.store(out + ka[None, :], acca, mask=oka)
-        if KB > 0:
-            okb = (j < end)[:, None] & (first + kb < last)[None, :]
-            accb += tl.load(out + kb[None, :], mask=okb & (j >= e0)[:, None], other=0.0)
-            tl.store(out + kb[None, :], accb, mask=okb)
+            ds = tl.load(DS + ((token * H + h) * S)[None, :] * G + j[:, None] * G + (a % G)[None, :],
+                         mask=ok[None, :] & (j[:, None] < end) & (j[:, None] >= i[None, :]), other=0.0)  # [BJ, BM * G]
+            new = ()
+            for q in tl.static_range((KC + W - 1) // W):
+                v = tl.load(V + ((token * S + i) * D)[:, None] + col[None, :] + q * W, mask=ok[:, None] & (q * W + k < KC)[None, :], other=0.0)
+                new = new + (tl.dot(ds, v, acc[q], input_precision="ieee"),)
+            acc = new
+        for q in tl.static_range((KC + W - 1) // W):
+            at = DU + (tl.program_id(2) * S + j)[:, None] * D + col[None, :] + q * W
+            ok = (j < end)[:, None] & (q * W + k < KC)[None, :]
+            # sites after this group hold the sums over later sources already, this group's sites start here
+            tl.store(at, acc[q] + tl.load(at, mask=ok & (j >= e0)[:, None], other=0.0), mask=ok)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------------
 # Launches. The configuration follows from the shape alone: no tuning at run time, and the same binary serves every site.
 
-def _tiles(width: int) -> tuple[int, int]:
-    """Two power-of-two column tiles for a chunk, the second 0 where one is as good: 160 -> (128, 32), 128 -> (128, 0), 100 -> (128, 0)."""
-    full = triton.next_power_of_2(max(width, 16))
-    half, rest = full // 2, triton.next_power_of_2(max(width - full // 2, 16))
-    return (half, rest) if half >= 16 and half < width and half + rest < full else (full, 0)
-
-
-def _inter_config(D: int, H: int, dtype) -> dict:
+def _inter_config(D: int, H: int) -> dict:
     K = D // H
-    CH = min(16, triton.next_power_of_2(triton.cdiv(K, 160)))  # chunks of at most 160 columns: what one warp holds in registers
-    KC = triton.cdiv(K, CH)
-    KA, KB = _tiles(KC)
-    return dict(H=H, K=K, CH=CH, KC=KC, KA=KA, KB=KB, G=G)
+    CH = 1 if K <= 160 else min(16, triton.next_power_of_2(triton.cdiv(K, 96)))  # what a warp holds in registers
+    while K % CH:
+        CH //= 2
+    KC = K // CH
+    W = 32 if KC % 32 == 0 or KC % 16 else 16
+    return dict(H=H, K=K, CH=CH, KC=KC, W=W, G=G)
 
 
 def _intra_config(D: int, H: int) -> dict:
@@ -514,10 +455,10 @@ def read_op(source: Tensor, u: Tensor, u_hi: Tensor, u_lo: Tensor, v: Tensor, rs
     out = torch.empty_like(source)
     with _on(source):
         if s == s0 and s > 0:
-            c = _inter_config(D, H, source.dtype)
+            c = _inter_config(D, H)
             tokens = max(1, min(16, M * H * c["CH"] // 8192))  # per program; u stays in registers
             forward_inter[(H * triton.cdiv(M, tokens),)](v, rstd, u_hi, u_lo, part, part_lse, M, S, s0, tokens, **c, BN=16,
-                                                         SPLIT=source.dtype != torch.float32, num_warps=c["CH"], num_stages=1)
+                                                         SPLIT=source.dtype != torch.float32, num_warps=c["CH"], num_stages=3)
         forward_intra[(M,)](source, v, rstd, u, part, part_lse, out, lse, S, s, s0, eps, MERGE=s0 > 0, **_intra_config(D, H))
     return out
 
@@ -533,12 +474,11 @@ def read_backward_op(dh: Tensor, h: Tensor, end: Tensor, u: Tensor, u_hi: Tensor
     (M, D), S = dh.shape, v.shape[1]
     s0, e0 = s // G * G, min(s // G * G + G, S)
     dv, end_out = torch.empty_like(dh), torch.empty_like(end)
-    c = _inter_config(D, H, dh.dtype)
+    c = _inter_config(D, H)
     with _on(dh):
         if s == e0 - 1 and e0 < S:
-            two = dh.dtype != torch.float32
-            backward_inter[(H * triton.cdiv(M, 1 + two),)](v, rstd, u_hi, u_lo, do, lse, delta, part, part_c, ds, end, M, S, s0, e0, **c, BN=16,
-                                                           SPLIT=dh.dtype != torch.float32, TWO=two, num_warps=c["CH"], num_stages=1)
+            backward_inter[(H * triton.cdiv(M, 2),)](v, rstd, u_hi, u_lo, do, lse, delta, part, part_c, ds, end, M, S, s0, e0, **c, BN=16,
+                                                           SPLIT=dh.dtype != torch.float32, num_warps=c["CH"], num_stages=2)
         backward_intra[(M,)](v, rstd, u, dh, h, do, lse, delta, part, part_c, ds, dv, end, end_out, S, s, s0, e0, MERGE=e0 < S, **_intra_config(D, H))
         if s == s0:
             block = _query_block(M)
