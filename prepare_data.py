@@ -211,6 +211,7 @@ class Tokenizer:
     name: str
     encode: Callable
     decode: Callable
+    n_text: int  # ids below it spell text, those from it on are special tokens
     n_ids: int  # ids that mean something; the model's rows may be more (padding), and must never be sampled
     vocab: int  # model rows
     eot: int
@@ -267,7 +268,7 @@ def load_tokenizer(name):
         def decode(ids):
             return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
 
-        return Tokenizer(name, lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32), decode, n_ids=257, vocab=320, eot=256, nfc=False)
+        return Tokenizer(name, lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32), decode, n_text=256, n_ids=257, vocab=320, eot=256, nfc=False)
     if name not in TOKENIZERS:
         raise UserError(f"unknown tokenizer {name!r}; there are bytes, {', '.join(TOKENIZERS)}")
     import tiktoken
@@ -285,7 +286,7 @@ def load_tokenizer(name):
     def decode(ids):
         return encoding.decode([int(i) for i in ids if i < n_ids])
 
-    return Tokenizer(name, encode, decode, n_ids, vocab, special_ids[eot], nfc)
+    return Tokenizer(name, encode, decode, len(ranks), n_ids, vocab, special_ids[eot], nfc)
 
 
 def pieces(text, size=1 << 17):
@@ -414,12 +415,12 @@ class Reading:
 
     path: str = ""
     start: int = 0  # byte of the file where the unit's part starts
-    row: int = 0  # rows of the part read so far; 0 for a text file
+    row: int | None = None  # rows of the part read so far; None for a text file
     empty: int = 0  # documents left out because there is nothing in them
     bad_utf8: int = 0  # documents repaired
 
     def where(self):
-        if not self.row:
+        if self.row is None:
             return self.path
         with open_file(self.path) as file:
             before = sum(file.read(min(1 << 20, self.start - at)).count(b"\n") for at in range(0, self.start, 1 << 20))
@@ -495,6 +496,7 @@ def json_text(line, settings, reading):
 def read_rows(unit, settings, reading):
     """Yields (file number, place in the file, text or None) of each row; a place is a row of parquet, or the byte where a line of jsonl starts."""
     reading.path, size, _ = unit.files[0]
+    reading.start, reading.row = 0, None
     if TEXT.search(reading.path):
         for k, (reading.path, _, _) in enumerate(unit.files):
             with open_file(reading.path) as file:
@@ -514,7 +516,7 @@ def read_rows(unit, settings, reading):
             if place:  # a line belongs to the part that its first byte is in
                 file.seek(place - 1)
                 place += len(file.readline()) - 1
-            reading.start = place
+            reading.start, reading.row = place, 0
             while (place < stop or unit.parts == 1) and (line := file.readline()):
                 reading.row += 1
                 yield unit.file, place, json_text(line, settings, reading) if line.strip() else None
@@ -533,7 +535,8 @@ def read_documents(unit, settings, reading):
         damage = isinstance(error, OSError) or "Arrow" in type(error).__name__ or "://" in reading.path  # or a lost connection
         if isinstance(error, UserError) or not damage:
             raise
-        raise UserError(f"{reading.path}, after row {reading.row}: cannot be read ({first_line(error)}); fetch it again or leave it out") from error
+        where = reading.where().replace(", row", ", after row")
+        raise UserError(f"{where}: cannot be read ({first_line(error)}); fetch it again or leave it out") from error
 
 
 # -----------------------------------------------------------------------------
@@ -617,7 +620,7 @@ def first_pass(units, settings, targets, pool, workers, folder):
         bar.update(min(record[settings.share_of], max(0, targets[source] - have[source])) if settings.size else units[k].size())
         have[source] += record[settings.share_of]
         if len(targets) > 1:
-            bar.set_postfix_str(" ".join(f"{share / max(1, sum(have)):.0%}" for share in have))
+            bar.set_postfix_str(f"source {source + 1} of {len(targets)}, shares " + " ".join(f"{amount / max(1, sum(have)):.0%}" for amount in have))
 
     def guess(unit):
         return unit.size() // (4 if settings.share_of == "tokens" else 1)
@@ -724,7 +727,7 @@ def prepare(settings, wait=False):
     try:
         units = plan_units(sources, settings)
         recipe = {name: value for name, value in asdict(settings).items() if name not in ("shares", "out_dir", "workers", "inspect")}
-        recipe["sources_sha256"] = hashlib.sha256(json.dumps([settings.shares, sorted({(unit.source, *file) for unit in units for file in unit.files})]).encode()).hexdigest()
+        recipe["source_files"] = hashlib.sha256(json.dumps([settings.shares, sorted({(unit.source, *file) for unit in units for file in unit.files})]).encode()).hexdigest()
         with lock(out, wait):
             missing = [split for split in SPLITS if not is_there(out / f"{split}.bin", recipe)]
             if missing:
@@ -743,26 +746,29 @@ def check(settings):
     """The list of sources, their shares (None: all there is of each) and the folder to write; fills in settings.eot."""
     tokenizer = load_tokenizer(settings.tokenizer)
     settings.eot = tokenizer.eot if settings.eot is None else settings.eot
-    if not 0 <= settings.eot < tokenizer.n_ids:
-        raise UserError(f"eot={settings.eot}: {tokenizer.name} has the ids 0 to {tokenizer.n_ids - 1}; its own eot is {tokenizer.eot}")
+    if not tokenizer.n_text <= settings.eot < tokenizer.n_ids:
+        special = f"{tokenizer.n_text} to {tokenizer.n_ids - 1}" if tokenizer.n_ids > tokenizer.n_text + 1 else tokenizer.n_text
+        raise UserError(f"eot={settings.eot}: not a special token of {tokenizer.name}; those are {special}, the usual one is {tokenizer.eot}")
     if settings.seed < 0:
         raise UserError(f"seed={settings.seed} must not be negative")
     if not 0 < settings.val_fraction < 1 and (settings.val_protocol, settings.val_fraction) != ("paper", 1):
         raise UserError(f"val_fraction={settings.val_fraction} must lie between 0 and 1")
     if settings.size is not None and settings.size <= 0:
         raise UserError(f"size={settings.size} must be above 0")
-    sources, shares = settings.source.split(","), None
+    sources, shares = [source.strip() for source in settings.source.split(",")], None
     if settings.shares:
+        if settings.source not in ("stdlib", "mix"):
+            raise UserError(f"source={settings.source} and a mix: give one of them")
         sources, shares = list(settings.shares), list(settings.shares.values())
         if not all(isinstance(share, int | float) and share > 0 for share in shares) or min(abs(sum(shares) - 1), abs(sum(shares) / 100 - 1)) > 0.005:
             raise UserError(f"shares {shares} sum to {sum(shares):g}; they must be above 0 and sum to 1 or to 100")
-        shares = [share / sum(shares) for share in shares]
+        settings.source, shares = "mix", [share / sum(shares) for share in shares]
     elif settings.size:
         if len(sources) > 1:
             raise UserError("size with several sources needs their shares: write a mix file like config/data_anneal.py")
         shares = [1.0]
-    name = sources[0].split(":")[1] if sources[0].startswith("hub:") else sources[0]
-    name = "mix" if settings.shares else re.sub(r"\W+", "_", Path(name).name.split(".")[0]).strip("_").lower() or "data"
+    name = "mix" if settings.shares else sources[0].split(":")[1] if sources[0].startswith("hub:") else sources[0]
+    name = re.sub(r"\W+", "_", Path(name).name.split(".")[0]).strip("_").lower() or "data"
     pack_header(dict(recipe=[settings.source, "x" * 700], sources={source: [10**9, 10**12, 10**12] for source in sources}))  # must have room
     return sources, shares, Path(settings.out_dir) if settings.out_dir else HERE / "data" / name
 

@@ -166,6 +166,7 @@ def test_qwen3(qwen3):
     for text in map(lambda text: unicodedata.normalize('NFC', text), MESSY):
         ids = qwen3.encode(text)
         assert qwen3.decode(ids) == text and ids.max() < 151_643  # text that spells a special token stays text
+    assert data.check(data.Settings(tokenizer='qwen3', eot=151_643))
     assert qwen3.decode([9707, 151_700]) == 'Hello' and qwen3.decode([151_645]) == '<|im_end|>'
 
 def test_qwen3_equals_huggingface_tokenizers(qwen3):
@@ -292,7 +293,7 @@ def test_bad_jsonl(tmp_path, content, words):
 
 @pytest.mark.parametrize('args, word', [
     (['--source=/no/where.txt'], 'no file found'), (['--source={tmp}/a.docx'], 'docx'), (['--tokenizer=gpt9'], 'gpt9'), (['--val_fraction=0'], 'val_fraction'),
-    (['--eot=400'], 'eot'), (['--seed=-1'], 'seed'), (['--sorce=x'], 'source'), (['--inspect={tmp}/a.docx'], 'header'),
+    (['--eot=97'], 'not a special token'), (['--tokenizer=qwen3', '--eot=151642'], '151643 to 151668'), (['--seed=-1'], 'seed'), (['--sorce=x'], 'source'), (['--inspect={tmp}/a.docx'], 'header'),
 ])
 def test_wrong_input(tmp_path, args, word):
     (tmp_path / 'a.docx').write_text('x')
