@@ -39,7 +39,7 @@ except ImportError:  # a machine without triton: the reference works, and kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # the kernels below run on the CPU, slowly: for tests
 G = 8  # sites per group
-MAX_HEADS, MAX_SITES, MAX_HEAD_WIDTH = 64, 257, 4096
+MAX_HEADS, MAX_SITES, MAX_BLOCKS = 64, 257, 16
 
 
 def route_reference(sources, query: Tensor, key_norm: Tensor, n_heads: int, eps: float = 1e-6):
@@ -402,6 +402,125 @@ def backward_query(V, DS, DU, END, M, S, s0, e0, TB, H: tl.constexpr, K: tl.cons
             tl.store(at, acc[q] + tl.load(at, mask=ok & (j >= e0)[:, None], other=0.0), mask=ok)
 
 
+# Delta routing. The sources of a block, N of them and the same for all its sites, are known when it starts: one kernel reads them once and writes
+# what every site will add to its stream, gate * mix. One kernel does the backward, when the gradients of all the block's sites are there, and
+# recomputes the weights. A site's null source has one logit per head, whatever the token: it comes in, and its gradient goes out, as a number.
+# So does rstd: the gradient through the norms is left to autograd, which applies it once per source, not once per source and block.
+
+@jit
+def _pointers(tensors, n, ROWS: tl.constexpr):
+    """Row n's pointer is that of tensor n (the last one's past the end)."""
+    at = tensors[0] + tl.zeros([ROWS], tl.int64)
+    for i in tl.static_range(1, len(tensors)):
+        at = tl.where(n >= i, tensors[i] + tl.zeros([ROWS], tl.int64), at)
+    return at
+
+
+@jit
+def _rows(pointers, offset, row_ok, col, k, KC: tl.constexpr, W: tl.constexpr):
+    """_tiles, with a pointer per row."""
+    tiles = ()
+    for q in tl.static_range((KC + W - 1) // W):
+        tiles = tiles + (tl.load(pointers[None, :, None] + offset + col + q * W, mask=row_ok[None, :, None] & (q * W + k < KC), other=0.0),)
+    return tiles
+
+
+@jit(do_not_specialize=_RUNTIME)
+def delta_forward(SOURCES, R, UH, UL, NULL, NULL_LOGIT, GATE, OUT, M, TB, J: tl.constexpr, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr,
+                  KC: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr):
+    """OUT[j] = GATE[j] * mix of [NULL[j], SOURCES] for J sites. Program: one head of TB tokens. R [N, M], NULL [J, D], NULL_LOGIT [J, H]."""
+    D: tl.constexpr = H * K
+    N: tl.constexpr = len(SOURCES)
+    h = tl.program_id(0) % H
+    m = (tl.program_id(0) // H).to(tl.int64) * TB
+    j, n = tl.arange(0, BN), tl.arange(0, BN)
+    c, k = tl.arange(0, CH)[:, None, None], tl.arange(0, W)[None, None, :]
+    col = h * K + c * KC + k
+    j_ok, n_ok = j < J, n < N
+    uh = _tiles(UH, j * D, j_ok, col, k, KC, W, "")  # [CH, BN, W]
+    if SPLIT:
+        ul = _tiles(UL, j * D, j_ok, col, k, KC, W, "")
+    null_logit = tl.load(NULL_LOGIT + j * H + h, mask=j_ok, other=0.0)
+    gate = tl.load(GATE + j, mask=j_ok, other=0.0)
+    source = _pointers(SOURCES, n, BN)
+    zero = tl.zeros([CH, BN, BN], tl.float32)
+    for token in range(m, tl.minimum(m + TB, M)):
+        v = _rows(source, token * D, n_ok, col, k, KC, W)
+        lg = _dot_t(uh, v, zero)
+        if SPLIT:
+            lg += _dot_t(ul, v, zero)
+        lg = tl.where(n_ok[None, :], tl.sum(lg, 0) * tl.load(R + n * M + token, mask=n_ok, other=0.0)[None, :], float("-inf"))  # [J, N]
+        top = tl.maximum(tl.max(lg, 1), null_logit)
+        p, p_null = tl.exp(lg - top[:, None]), tl.exp(null_logit - top)
+        scale = gate / (tl.sum(p, 1) + p_null)
+        null = _scale(_tiles(NULL, j * D, j_ok, col, k, KC, W, ""), p_null * scale)
+        p = (p * scale[:, None]).to(UH.dtype.element_ty)
+        _store_tiles(OUT, (j * M + token) * D, j_ok, col, k, _dot_add(tl.broadcast_to(p[None, :, :], [CH, BN, BN]), v, null), KC, W)
+
+
+@jit(do_not_specialize=_RUNTIME)
+def delta_backward(SOURCES, DOUT, R, UH, UL, NULL, NULL_LOGIT, GATE, DV, DR, DU, DNULL, DLOGIT, DGATE, M, TB, J: tl.constexpr, H: tl.constexpr,
+                   K: tl.constexpr, CH: tl.constexpr, KC: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr):
+    """Gradients of delta_forward's inputs. Program: one head of TB tokens. -> DV[i] [M, D] without the norms' part, DR [N, M, H], and partial sums
+    over TB tokens: DU, DNULL [M / TB, J, D], DLOGIT, DGATE [M / TB, J, H]."""
+    D: tl.constexpr = H * K
+    N: tl.constexpr = len(SOURCES)
+    h = tl.program_id(0) % H
+    block = tl.program_id(0) // H
+    m = block.to(tl.int64) * TB
+    j, n = tl.arange(0, BN), tl.arange(0, BN)
+    c, k = tl.arange(0, CH)[:, None, None], tl.arange(0, W)[None, None, :]
+    col = h * K + c * KC + k
+    j_ok, n_ok = j < J, n < N
+    uh = _tiles(UH, j * D, j_ok, col, k, KC, W, "")  # [CH, BN, W]
+    if SPLIT:
+        ul = _tiles(UL, j * D, j_ok, col, k, KC, W, "")
+    null_logit = tl.load(NULL_LOGIT + j * H + h, mask=j_ok, other=0.0)
+    gate = tl.load(GATE + j, mask=j_ok, other=0.0)
+    source, dout, dv_at = _pointers(SOURCES, n, BN), _pointers(DOUT, j, BN), _pointers(DV, n, BN)
+    zero = tl.zeros([CH, BN, BN], tl.float32)
+    du, dnull = _empty(CH, BN, KC, W), _empty(CH, BN, KC, W)
+    dlogit, dgate = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
+    for token in range(m, tl.minimum(m + TB, M)):
+        v = _rows(source, token * D, n_ok, col, k, KC, W)
+        dh = _rows(dout, token * D, j_ok, col, k, KC, W)
+        r = tl.load(R + n * M + token, mask=n_ok, other=0.0)
+        raw = _dot_t(uh, v, zero)
+        if SPLIT:
+            raw += _dot_t(ul, v, zero)
+        raw = tl.sum(raw, 0)  # [J, N]
+        lg = tl.where(n_ok[None, :], raw * r[None, :], float("-inf"))
+        top = tl.maximum(tl.max(lg, 1), null_logit)
+        p, p_null = tl.exp(lg - top[:, None]), tl.exp(null_logit - top)
+        den = tl.sum(p, 1) + p_null
+        p, p_null = p / den[:, None], p_null / den
+        dp = tl.sum(_dot_t(dh, v, zero), 0)
+        null = _tiles(NULL, j * D, j_ok, col, k, KC, W, "")
+        dp_null = tl.sum(tl.sum(dh[0].to(tl.float32) * null[0], 2), 0)
+        for q in tl.static_range(1, len(null)):
+            dp_null += tl.sum(tl.sum(dh[q].to(tl.float32) * null[q], 2), 0)
+        delta = tl.sum(p * dp, 1) + p_null * dp_null  # <dout_j, mix_j>
+        dgate += delta
+        dlogit += gate * p_null * (dp_null - delta)
+        ds = gate[:, None] * p * (dp - delta[:, None])
+        tl.store(DR + (n * M + token) * H + h, tl.sum(ds * raw, 0), mask=n_ok)
+        ds = (ds * r[None, :]).to(UH.dtype.element_ty)
+        p = (gate[:, None] * p).to(UH.dtype.element_ty)
+        dv = _dot_add(tl.broadcast_to(tl.trans(p)[None, :, :], [CH, BN, BN]), dh, _empty(CH, BN, KC, W))
+        dv = _dot_add(tl.broadcast_to(tl.trans(ds)[None, :, :], [CH, BN, BN]), uh, dv)
+        for q in tl.static_range(len(dv)):
+            tl.store(dv_at[None, :, None] + token * D + col + q * W, dv[q].to(UH.dtype.element_ty), mask=n_ok[None, :, None] & (q * W + k < KC))
+        du = _dot_add(tl.broadcast_to(ds[None, :, :], [CH, BN, BN]), v, du)
+        weighted = ()
+        for q in tl.static_range(len(dnull)):
+            weighted = weighted + (dnull[q] + (gate * p_null)[None, :, None] * dh[q].to(tl.float32),)
+        dnull = weighted
+    _store_tiles(DU, (block * J + j) * D, j_ok, col, k, du, KC, W)
+    _store_tiles(DNULL, (block * J + j) * D, j_ok, col, k, dnull, KC, W)
+    tl.store(DLOGIT + (block * J + j) * H + h, dlogit, mask=j_ok)
+    tl.store(DGATE + (block * J + j) * H + h, dgate, mask=j_ok)
+
+
 # ---------------------------------------------------------------------------------------------------------------------------------------------
 # Launches. The configuration follows from the shape alone: no tuning at run time, and the same binary serves every site.
 
@@ -420,6 +539,22 @@ def _intra_config(D: int, H: int) -> dict:
     warps = min(16, triton.next_power_of_2(triton.cdiv(HP * K, 1536)))  # one warp holds a row of up to 1536 columns, 8 to a thread and tile
     W = min(triton.next_power_of_2(K), max(8, 256 * warps // HP))
     return dict(H=H, HP=HP, K=K, W=W, G=G, num_warps=warps, num_stages=1)
+
+
+def _delta_config(D: int, H: int, J: int, dtype) -> dict:
+    K = D // H
+    CH = min(16, triton.next_power_of_2(triton.cdiv(K, 64)))
+    while K % CH:
+        CH //= 2
+    KC = K // CH
+    W = 32 if KC % 32 == 0 or KC % 16 else 16
+    return dict(J=J, H=H, K=K, CH=CH, KC=KC, W=W, BN=16, SPLIT=dtype != torch.float32, num_warps=CH, num_stages=1)
+
+
+def _split(u: Tensor, dtype) -> tuple[Tensor, Tensor]:
+    """u as hi + lo in the dtype of the sources."""
+    hi = u.to(dtype)
+    return hi, (u - hi.float()).to(dtype)
 
 
 def _on(x: Tensor):
@@ -544,9 +679,7 @@ class FusedRouter:
             raise ValueError(f"x {tuple(x.shape)}, query {tuple(query.shape)} and key_norm {tuple(key_norm.shape)} do not fit together")
         self.S, self.H, self.eps, self.x = S, n_heads, eps, x
         self.u = query.float() * key_norm.float()  # [S, D]; its autograd gives the gradients of query and key_norm
-        u = self.u.detach()
-        u_hi = u.to(x.dtype)
-        self.u_hi_lo = u_hi, (u - u_hi.float()).to(x.dtype)
+        self.u_hi_lo = _split(self.u.detach(), x.dtype)
         flat = x.detach().reshape(-1, D)
         self.buffers = _forward_buffers(flat, S, n_heads)
         self.back = _backward_buffers(flat, S, n_heads) if torch.compiler.is_compiling() else [[]]
@@ -558,6 +691,9 @@ class FusedRouter:
             self.mix, self.token = _Read.apply(self.source, self.u, self.token, *self.u_hi_lo, *self.buffers, self.site, self.H, self.eps, *self.back)
         return self.mix
 
+    def output(self) -> Tensor:
+        return self.read()
+
     def write(self, f: Tensor) -> None:
         if self.site + 1 == self.S:
             raise ValueError(f"query has {self.S} rows, so there is no site after source {self.site}")
@@ -565,6 +701,116 @@ class FusedRouter:
             raise ValueError(f"a source of {tuple(f.shape)} {f.dtype} on {f.device} cannot join sources of {tuple(self.x.shape)} {self.x.dtype} on {self.x.device}")
         self.read()  # a site that nobody read still stores its source
         self.source, self.site, self.mix = f, self.site + 1, None
+
+
+@torch.library.custom_op("depth_routing::delta", mutates_args=())
+def delta_op(sources: list[Tensor], rstd: Tensor, u: Tensor, null: Tensor, null_logit: Tensor, gate: Tensor, H: int) -> Tensor:
+    (M, D), J = sources[0].shape, u.shape[0]
+    dtype = sources[0].dtype
+    u_hi, u_lo = _split(u, dtype)
+    out = torch.empty(J, M, D, dtype=dtype, device=u.device)
+    tokens = 8
+    with _on(u):
+        delta_forward[(H * triton.cdiv(M, tokens),)](tuple(sources), rstd, u_hi, u_lo, null, null_logit, gate, out, M, tokens, **_delta_config(D, H, J, dtype))
+    return out
+
+
+@delta_op.register_fake
+def _(sources, rstd, u, null, null_logit, gate, H):
+    return sources[0].new_empty(u.shape[0], *sources[0].shape)
+
+
+@torch.library.custom_op("depth_routing::delta_backward", mutates_args=())
+def delta_backward_op(dout: list[Tensor], sources: list[Tensor], rstd: Tensor, u: Tensor, null: Tensor, null_logit: Tensor, gate: Tensor, H: int) -> list[Tensor]:
+    (M, D), N, J = sources[0].shape, len(sources), u.shape[0]
+    dtype = sources[0].dtype
+    u_hi, u_lo = _split(u, dtype)
+    tokens = max(16, triton.cdiv(M, 128))
+    blocks = triton.cdiv(M, tokens)
+    dv = [torch.empty_like(v) for v in sources]
+    dr, du, dnull = u.new_empty(N, M, H), u.new_empty(blocks, J, D), u.new_empty(blocks, J, D)
+    dlogit, dgate = u.new_empty(blocks, J, H), u.new_empty(blocks, J, H)
+    with _on(u):
+        delta_backward[(H * blocks,)](tuple(sources), tuple(dout), rstd, u_hi, u_lo, null, null_logit, gate, tuple(dv), dr, du, dnull, dlogit, dgate,
+                                      M, tokens, **_delta_config(D, H, J, dtype))
+    return [dr.sum(-1), du.sum(0), dnull.sum(0), dlogit.sum(0), dgate.sum((0, 2)), *dv]
+
+
+@delta_backward_op.register_fake
+def _(dout, sources, rstd, u, null, null_logit, gate, H):
+    return [torch.empty_like(x) for x in (rstd, u, null, null_logit, gate, *sources)]
+
+
+class _Delta(torch.autograd.Function):
+    """gate * mix for up to 8 sites of a block, from [null, sources]."""
+
+    @staticmethod
+    def forward(ctx, rstd, u, null, null_logit, gate, H, *sources):
+        shape = sources[0].shape
+        flat = [x.detach().reshape(-1, shape[-1]).contiguous() for x in sources]
+        ctx.save_for_backward(rstd, u, null, null_logit, gate, *flat)
+        ctx.H = H
+        return tuple(x.view(shape) for x in delta_op(flat, rstd, u, null, null_logit, gate, H).unbind(0))
+
+    @staticmethod
+    def backward(ctx, *dout):
+        rstd, u, null, null_logit, gate, *sources = ctx.saved_tensors
+        shape = dout[0].shape
+        dout = [x.reshape(sources[0].shape).contiguous() for x in dout]
+        drstd, du, dnull, dlogit, dgate, *dv = delta_backward_op(dout, sources, rstd, u, null, null_logit, gate, ctx.H)
+        return drstd, du, dnull, dlogit, dgate, None, *[x.view(shape) for x in dv]
+
+
+class FusedDeltaRouter:
+    """Delta routing of one forward pass over the Triton kernels: an additive stream, and beside it a gated mix of what whole blocks added.
+
+        router = FusedDeltaRouter(x, query, key_norm, null, gate, n_heads, block_sites)     x [..., D]; query, key_norm, null [S, D]; gate [S]
+        h = router.read()                                      x + gate * mix at the current site; the mix is over the null source, the
+        router.write(f)                                        embedding and the deltas of the blocks before; x becomes x + f
+
+    A block is `block_sites` sites; its delta is the stream at its end minus the stream at its start. At most MAX_BLOCKS blocks. Every block is one
+    differentiable function of its sources, so it composes with checkpointed sublayers, FSDP and repeated backward passes.
+    """
+
+    def __init__(self, x: Tensor, query: Tensor, key_norm: Tensor, null: Tensor, gate: Tensor, n_heads: int, block_sites: int, eps: float = 1e-6):
+        S, D = query.shape
+        if -(-S // block_sites) > MAX_BLOCKS:
+            raise ValueError(f"{S} sites in blocks of {block_sites} make more than {MAX_BLOCKS} blocks, the kernels' limit")
+        if not torch.compiler.is_compiling() and (reason := kernel_support(x.device, x.dtype, D, n_heads, S)):
+            raise ValueError(f"the routing kernels cannot run here: {reason}")
+        self.H, self.eps, self.block_sites, self.S = n_heads, eps, block_sites, S
+        self.u, self.null, self.gate = query.float() * key_norm.float(), null.float(), gate.float()
+        null_rstd = (self.null.square().mean(-1, keepdim=True) + eps).rsqrt()
+        self.null_logit = (self.u * self.null * null_rstd).view(S, n_heads, -1).sum(-1)  # [S, H]
+        self.x = self.block_start = x
+        self.sources, self.rstd = [], []
+        self._append(x)
+        self.site, self.mixes = 0, ()
+
+    def _append(self, x):
+        self.sources.append(x)
+        square = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square().flatten()
+        self.rstd.append((square / x.shape[-1] + self.eps).rsqrt())  # [M]
+
+    def read(self) -> Tensor:
+        at = self.site % self.block_sites % G
+        if not self.mixes:
+            sites = slice(self.site, min(self.site + G, (self.site // self.block_sites + 1) * self.block_sites, self.S))
+            self.mixes = _Delta.apply(torch.stack(self.rstd), self.u[sites], self.null[sites], self.null_logit[sites], self.gate[sites], self.H, *self.sources)
+        return self.x + self.mixes[at]
+
+    def write(self, f: Tensor) -> None:
+        self.x = self.x + f
+        self.site += 1
+        if self.site % self.block_sites % G == 0:
+            self.mixes = ()
+        if self.site % self.block_sites == 0:
+            self._append(self.x - self.block_start)
+            self.block_start = self.x
+
+    def output(self) -> Tensor:
+        return self.x
+
 
 
 def kernel_support(device, dtype, D: int, H: int, S: int) -> str | None:
@@ -584,8 +830,6 @@ def kernel_support(device, dtype, D: int, H: int, S: int) -> str | None:
         return f"route_heads={H} does not divide the width {D}"
     if H > MAX_HEADS:
         return f"at most {MAX_HEADS} routing heads, not {H}"
-    if D // H > MAX_HEAD_WIDTH:
-        return f"a routing head is at most {MAX_HEAD_WIDTH} wide, not {D // H}"
     if S > MAX_SITES:
         return f"at most {MAX_SITES} sources, not {S}"
     return None
