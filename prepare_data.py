@@ -569,6 +569,7 @@ def tokenize_unit(k, unit, settings, limit, folder):
     Returns k and the record."""
     tokenizer, reading, unit_id = load_tokenizer(settings.tokenizer), Reading(), unit_name(unit, settings)
     eot = np.uint32(settings.eot)
+    partial = folder / f"{unit_id}.{os.getpid()}.tmp"  # of this process alone: a worker of a killed run may not have ended yet
     record = dict(whole=True, tokens=0, bytes=0, runs=[])
     docs, gathered = [], 0  # (side, key, place, bytes, ids)
 
@@ -578,10 +579,11 @@ def tokenize_unit(k, unit, settings, limit, folder):
         lengths = np.array([len(doc[4]) + 1 for doc in docs], np.uint64)
         tokens = [int(lengths[:train].sum()), int(lengths[train:].sum())]
         index = [[doc[1] for doc in docs], np.cumsum(lengths) - lengths, lengths, [doc[2] for doc in docs], [doc[3] for doc in docs]]
-        with open(folder / name, "wb") as file:
+        with open(partial, "wb") as file:
             file.write(np.stack([np.array(row, np.uint64) for row in index]))
             file.writelines(chunk for doc in docs for chunk in (doc[4], eot))
             os.fsync(file.fileno())
+        os.replace(partial, folder / name)
         record["runs"].append(dict(name=name, documents=len(docs), train=train, tokens=tokens))
 
     for place, (number, position, text) in enumerate(read_documents(unit, settings, reading)):
@@ -604,7 +606,6 @@ def tokenize_unit(k, unit, settings, limit, folder):
     if docs:
         flush()
     record |= dict(empty=reading.empty, bad_utf8=reading.bad_utf8)
-    partial = folder / f"{unit_id}.{os.getpid()}.tmp"
     partial.write_text(json.dumps(record))
     os.replace(partial, folder / f"{unit_id}.json")
     return k, record
@@ -682,7 +683,7 @@ def choose_runs(units, records, settings, targets, sources, folder):
 def merge_range(runs, side, r, ranges, folder):
     """The documents of one split whose keys fall into the r-th of `ranges` equal ranges, in the order of their keys.
     Returns their tokens, uint32, and {source: [documents, tokens, bytes]}."""
-    keys, docs, counts = [np.empty(0, np.uint64)], [np.empty(0, np.uint32)], {}
+    keys, docs, counts = [np.empty(0, np.uint64)], [], {}
     for run in runs:
         index = read_index(run, folder)[:, slice(run["train"]) if side == 0 else slice(run["train"], None)]
         low, high = (np.searchsorted(index[KEY], np.uint64(at * 2**64 // ranges)) if at < ranges else index.shape[1] for at in (r, r + 1))
@@ -692,10 +693,10 @@ def merge_range(runs, side, r, ranges, folder):
             tokens = np.fromfile(folder / run["name"], "<u4", int(last - first), offset=40 * run["documents"] + 4 * int(first))
             index = index[:, index[PLACE] < run["stop"]]
             keys.append(index[KEY])
-            docs += [tokens[start : start + length] for start, length in (index[[START, LENGTH]].T - [[first, 0]]).astype(int).tolist()]
+            docs += [tokens[start : start + length] for start, length in zip((index[START] - first).tolist(), index[LENGTH].tolist())]
             counts[run["source"]] = np.add(counts.get(run["source"], 0), [index.shape[1], *index[[LENGTH, BYTES]].sum(1)])
     order = np.argsort(np.concatenate(keys), kind="stable")
-    return np.concatenate([docs[i + 1] for i in order] or docs), counts
+    return np.concatenate([np.empty(0, np.uint32), *(docs[i] for i in order)]), counts
 
 
 def in_order(pool, ahead, jobs):
