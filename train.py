@@ -545,7 +545,7 @@ def main():
         for i in range(0, math.ceil(val_windows.n / world), cfg.batch_size):
             part = mine[i : i + cfg.batch_size]
             x, y = to_device(val_windows.batch(part + [0] * (cfg.batch_size - len(part))))
-            y[len(part) :] = -100
+            y = torch.cat([y[: len(part)], torch.full_like(y[len(part) :], -100)])
             with autocast:
                 cross_entropy = forward(x, y)[1]
             if part:

@@ -57,11 +57,13 @@ def run(*flags, dataset):
             signal.signal(s, handler)
 
 
-SEVERAL = """import os, sys
+SEVERAL = """import sys
 sys.path.insert(0, {root!r})
+import torch.distributed as dist
 import train
-for i, sys.argv in enumerate({runs!r}):
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(i)  # each run meets under keys of its own
+dist.init_process_group("gloo")
+dist.init_process_group = dist.destroy_process_group = lambda *args, **kwargs: None  # one meeting of the ranks serves all the runs
+for sys.argv in {runs!r}:
     train.main()
 """
 
@@ -73,7 +75,7 @@ def torchrun(ranks, commands, dataset, tmp_path):
     script.write_text(SEVERAL.format(root=str(ROOT), runs=runs))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", script]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-6000:]
 
 
 def events(out_dir, kind):
@@ -140,27 +142,130 @@ def test_keeps_the_newest_and_starts_from_weights(dataset, tmp_path):
 
 # ---- ranks, micro-steps, precision ------------------------------------------------------------------------------------------
 def test_any_split_gives_the_same_losses(dataset, tmp_path):
-    """One process and two, however the batch is cut into micro-steps; every method, under DDP without find_unused_parameters."""
-    two = [[*flags, f"--out_dir={tmp_path}/{m} 2x4", "--max_steps=6"] for m, flags in METHODS.items()]
-    two += [["--residual=mhar", "--batch_size=1", f"--out_dir={tmp_path}/mhar 2x(4x1)", "--max_steps=6"]]
-    torchrun(2, two, dataset, tmp_path)
+    """One process and two, DDP and FSDP, however the batch is cut into micro-steps; every method, without find_unused_parameters."""
+    two = {f"{m} ddp 2x4": flags for m, flags in METHODS.items()}
+    two |= {f"{m} fsdp 2x4": [*METHODS[m], "--parallel=fsdp"] for m in ("baseline", "hc", "mhar", "delta")}
+    two |= {f"mhar {p} 2x(4x1)": ["--residual=mhar", f"--parallel={p}", "--batch_size=1"] for p in ("ddp", "fsdp")}
+    torchrun(2, [[*flags, f"--out_dir={tmp_path}/{name}", "--max_steps=6"] for name, flags in two.items()], dataset, tmp_path)
     for m, flags in METHODS.items():
         run(*flags, "--batch_size=8", "--max_steps=6", f"--out_dir={tmp_path}/{m} 1x8", dataset=dataset)
     run("--batch_size=2", "--max_steps=6", f"--out_dir={tmp_path}/mhar 1x(4x2)", dataset=dataset)
-    for m in METHODS:
-        for other in [f"{m} 2x4"] + ["mhar 2x(4x1)", "mhar 1x(4x2)"] * (m == "mhar"):
-            for a, b in zip(numbers(tmp_path / f"{m} 1x8"), numbers(tmp_path / other)):
-                np.testing.assert_allclose(a, b, rtol=2e-5, err_msg=other)
+    for name in [*two, "mhar 1x(4x2)"]:
+        one = next(f"{m} 1x8" for m in sorted(METHODS, key=len, reverse=True) if name.startswith(m))
+        for a, b in zip(numbers(tmp_path / one), numbers(tmp_path / name), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, err_msg=name)
 
 
-def test_two_ranks_resume_on_one(dataset, tmp_path):
-    torchrun(2, [["--max_steps=12", f"--out_dir={tmp_path}/a"]], dataset, tmp_path)
-    shutil.rmtree(tmp_path / "a/step_00000012")
-    (tmp_path / "a/latest").write_text("step_00000006\n")
-    before = numbers(tmp_path / "a")
+def test_resume_on_other_ranks(dataset, tmp_path):
+    """12 steps on two ranks; 6 of them continued on one and on two, DDP and FSDP each from the other's checkpoint, EMA and micro-steps on."""
+    flags = ["--ema_decay=0.9", "--batch_size=2"]
+
+    def cut(source, target):
+        shutil.copytree(tmp_path / source, tmp_path / target)
+        shutil.rmtree(tmp_path / target / "step_00000012")
+        return [*flags, f"--out_dir={tmp_path / target}"]
+
+    torchrun(2, [[*flags, f"--out_dir={tmp_path}/ddp"], [*flags, f"--out_dir={tmp_path}/fsdp", "--parallel=fsdp"]], dataset, tmp_path)
+    again = [cut("ddp", "ddp to ddp"), [*cut("ddp", "ddp to fsdp"), "--parallel=fsdp"], cut("fsdp", "fsdp to ddp"), [*cut("fsdp", "fsdp to fsdp"), "--parallel=fsdp"]]
+    torchrun(2, again, dataset, tmp_path)
+    run(*cut("fsdp", "fsdp to one"), dataset=dataset)
+    straight, ema = numbers(tmp_path / "ddp"), [e["loss_ema"] for e in events(tmp_path / "ddp", "val")]
+    for name in ("fsdp", "ddp to ddp", "ddp to fsdp", "fsdp to ddp", "fsdp to fsdp", "fsdp to one"):
+        for a, b in zip(straight, numbers(tmp_path / name), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, err_msg=name)
+        np.testing.assert_allclose(ema, [e["loss_ema"] for e in events(tmp_path / name, "val")], rtol=2e-5, err_msg=name)
+    for name, same in (("ddp", "ddp to ddp"), ("fsdp", "fsdp to fsdp")):  # the layout unchanged: to the bit
+        assert numbers(tmp_path / name) == numbers(tmp_path / same)
+        for file in ("model", "ema"):
+            a, b = (load_file(tmp_path / x / f"step_00000012/{file}.safetensors") for x in (name, same))
+            assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_ema(dataset, tmp_path):
+    """The running average is that of the weights, starts at the initial ones, and is what loss_ema evaluates."""
+    run("--ema_decay=0.75", "--save_interval=1", "--max_steps=3", "--eval_interval=3", f"--out_dir={tmp_path}/a", dataset=dataset)
+    config = train.GPTConfig(**train.read_meta(tmp_path / "a/step_00000003")["model_config"])
+    model = train.GPT(config, seed=42)
+    for n, p in model.named_parameters():
+        average = p.detach().clone()
+        for step in (1, 2, 3):
+            average = 0.75 * average + 0.25 * load_file(tmp_path / f"a/step_0000000{step}/model.safetensors")[n]
+        torch.testing.assert_close(load_file(tmp_path / "a/step_00000003/ema.safetensors")[n], average)
+    train.load_weights(model, tmp_path / "a/step_00000003", "ema.safetensors")
+    windows = train.ValWindows(train.open_bin(dataset / "val.bin"), 32, 7)
+    tokens = torch.from_numpy(windows.batch(range(windows.n)))
+    with torch.no_grad():
+        assert model(tokens[:, :-1], tokens[:, 1:].contiguous())[1].item() == pytest.approx(events(tmp_path / "a", "val")[-1]["loss_ema"], rel=1e-5)
+
+
+# ---- faults -----------------------------------------------------------------------------------------------------------------
+def test_kill_and_start_again(dataset, tmp_path):
+    """kill -9 at random moments, saves included: the same command always goes on, and ends where an undisturbed run ends.
+
+    KILLS=20 python -m pytest tests/test_train.py -k kill   (three are enough for every day)
+    """
+    wanted = int(os.environ.get("KILLS", 3))
+    flags = [f"--max_steps={30 * wanted}", "--save_interval=1", "--keep_checkpoints=2", "--eval_interval=10"]
+    run(*flags, f"--out_dir={tmp_path}/a", dataset=dataset)
+    merged = {f.split("=")[0]: f for f in [*TINY, f"--dataset={dataset}", "--device=cpu", f"--out_dir={tmp_path}/b", *flags]}
+    command, draw, kills, log = [sys.executable, ROOT / "train.py", *merged.values()], random.Random(1), 0, tmp_path / "b/log.jsonl"
+    while True:
+        started = time.time()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and kills < wanted:
+            if log.exists() and log.stat().st_mtime > started:  # it has read its checkpoint and steps
+                time.sleep(draw.uniform(0, 0.4))
+                process.kill()
+                kills += process.wait() == -signal.SIGKILL
+            time.sleep(0.02)
+        if process.wait() == 0:
+            break
+        assert process.returncode == -signal.SIGKILL
+    assert kills == wanted, "the run ended before it could be killed"
+    assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
+    assert not list((tmp_path / "b").glob(".*.part/meta.json"))
+
+
+def test_a_damaged_newest_checkpoint(dataset, tmp_path, capsys):
     run(f"--out_dir={tmp_path}/a", dataset=dataset)
-    for a, b in zip(before, numbers(tmp_path / "a")):
-        np.testing.assert_allclose(a, b, rtol=2e-5)
+    for i, damage in enumerate(["model.safetensors", "meta.json", "optimizer"]):
+        folder = tmp_path / f"b{i}"
+        shutil.copytree(tmp_path / "a", folder)
+        broken = folder / "step_00000012" / damage
+        shutil.rmtree(broken) if broken.is_dir() else os.truncate(broken, broken.stat().st_size // 2)
+        run(f"--out_dir={folder}", dataset=dataset)
+        said = capsys.readouterr().err
+        assert "step_00000012" in said and "going on from" in said and "step_00000006" in said
+        assert numbers(folder) == numbers(tmp_path / "a")
+
+
+def test_a_full_disk(dataset, tmp_path):
+    """Files of over 60 kB cannot be written (which is how a disk fills up within a save): one line, exit code 1, the run so far is kept."""
+    flags = {f.split("=")[0]: f for f in [*TINY, f"--dataset={dataset}", "--device=cpu", f"--out_dir={tmp_path}/a"]}
+    script = f"import resource, sys; sys.path.insert(0, {str(ROOT)!r}); resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))\nimport train; train.cli(train.main)"
+    done = subprocess.run([sys.executable, "-c", script, *flags.values()], capture_output=True, text=True)
+    assert done.returncode == 1 and "could not be written" in done.stderr and "make room" in done.stderr and "Traceback" not in done.stderr
+    assert not train.find_checkpoint(tmp_path / "a") and not list((tmp_path / "a").glob("step_*"))
+    run(f"--out_dir={tmp_path}/a", dataset=dataset)
+    assert len(events(tmp_path / "a", "train")) == 12
+
+
+def test_a_dead_rank_ends_the_others(dataset, tmp_path):
+    """kill -9 of one rank under torchrun: the other leaves, torchrun says which one died, and the next start goes on."""
+    flags = {f.split("=")[0]: f for f in [*TINY, f"--dataset={dataset}", "--device=cpu", f"--out_dir={tmp_path}/a", "--max_steps=3000", "--eval_interval=3000", "--save_interval=20"]}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py", *flags.values()]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    while not list((tmp_path / "a").glob("step_*")):
+        time.sleep(0.1)
+        assert process.poll() is None
+    children = [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    os.kill(children[-1], signal.SIGKILL)
+    start = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode != 0 and time.monotonic() - start < 60 and "Signal 9 (SIGKILL)" in said
+    assert not [p for p in children if Path(f"/proc/{p}").exists()]
+    step = train.read_meta(train.newest_whole(tmp_path / "a")[0])["step"]
+    assert step >= 20
 
 
 def test_evaluation_is_fixed_and_leaves_training_alone(dataset, tmp_path):
