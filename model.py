@@ -252,6 +252,9 @@ class Delta(nn.Module):
         self.gate.zero_()
 
     def start(self, x, record=None):
+        if self.kernel == "triton" and record is None:
+            parameters = self.query, self.key_norm, self.null_source, self.gate
+            return routing_kernels.FusedDeltaRouter(x, *parameters, self.n_heads, 2 * self.block_layers, self.eps)
         return DeltaMemory(self, x, record)
 
 
@@ -307,10 +310,11 @@ def choose_kernel(kernel, config, device, dtype):
         return "torch", "asked for"
     if kernel == "auto" and torch.device(device).type != "cuda":
         return "torch", "the fused kernels need a CUDA device"
-    if config.residual == "delta":
-        obstacle = "delta routing has no Triton path yet"
-    else:
-        obstacle = routing_kernels.kernel_support(device, dtype, config.n_embd, config.route_heads, config.sites)
+    obstacle = routing_kernels.kernel_support(device, dtype, config.n_embd, config.route_heads, config.sites)
+    if config.residual == "delta" and config.delta_recursive:
+        obstacle = "the released recursive form of delta has no fused kernel"
+    elif config.residual == "delta" and config.delta_blocks > routing_kernels.MAX_BLOCKS:
+        obstacle = f"delta_blocks={config.delta_blocks} is over the kernels' limit of {routing_kernels.MAX_BLOCKS}"
     if kernel == "triton" and obstacle:
         raise ValueError(f"kernel=triton cannot run: {obstacle}; use kernel=auto or kernel=torch")
     return ("torch", obstacle) if obstacle else ("triton", "asked for" if kernel == "triton" else "CUDA device")
