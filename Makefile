@@ -8,7 +8,7 @@ BIN := .venv/bin
 demo: .venv/ready
 	$(BIN)/python train.py config/demo.py --residual=baseline
 	$(BIN)/python train.py config/demo.py --residual=mhar
-	$(BIN)/python report.py out/demo_baseline out/demo_mhar --out_dir=out/demo_report
+	$(BIN)/python report.py out/demo_baseline out/demo_mhar
 
 test: .venv/ready-dev
 	$(BIN)/python -m pytest -q

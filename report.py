@@ -50,7 +50,7 @@ def load(folder):
         except json.JSONDecodeError as error:
             raise UserError(f"{path}:{number} is not JSON: resume the run, which cuts its log back to the last checkpoint") from error
         if event["event"] == "start":
-            settings = event["config"] | event["model_config"] | {key: event[key] for key in ("params", "tokens_per_step", "data")}
+            settings = event["config"] | event["model_config"] | {key: event[key] for key in ("params", "tokens_per_step", "flops_per_token", "dtype", "data")}
         elif event["event"] == "val":
             val[event["step"]] = event["loss"]
     if not val:
@@ -162,12 +162,9 @@ def score(values, cell, budget):
 
 
 def compute_curve(cell):
-    """The baseline's training FLOPs and mean losses after warm-up, [E, 2]. Per token: 6 FLOPs per parameter of a matrix (a tied
-    embedding is one, as the output head), and causal attention."""
+    """The baseline's training FLOPs, as its log counts them per token, and mean losses after warm-up, [E, 2]."""
     s, baseline = cell.settings, cell.rows[0]
-    matrices = baseline.run.settings["params"]["total"] - (0 if s["tie_embeddings"] else s["vocab_size"] * s["n_embd"])
-    per_token = 6 * matrices + 6 * s["n_layer"] * s["block_size"] * s["n_head"] * s["head_dim"]
-    points = np.stack([per_token * s["tokens_per_step"] * cell.steps, baseline.losses.mean(0)], 1)
+    points = np.stack([baseline.run.settings["flops_per_token"] * s["tokens_per_step"] * cell.steps, baseline.losses.mean(0)], 1)
     return points[cell.steps > s["warmup_steps"]]
 
 

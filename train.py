@@ -387,8 +387,7 @@ class GraphedMicroStep:
 # The run
 # ----------------------------------------------------------------------------------------------------------------------
 def main():
-    default_config = Path(__file__).parent / "config" / "demo.py"
-    cfg, config, origins = configure(sys.argv[1:], TrainConfig, GPTConfig, doc=__doc__, default_file=str(default_config))
+    cfg, config, origins = configure(sys.argv[1:], TrainConfig, GPTConfig, doc=__doc__, default_file="config/demo.py")
     rank, world, distributed = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), "RANK" in os.environ
     device, dtype, why_device = choose_device(cfg, int(os.environ.get("LOCAL_RANK", 0)))
     if cfg.global_batch_size % (cfg.batch_size * world):
@@ -518,8 +517,8 @@ def main():
         out_dir.mkdir(parents=True, exist_ok=True)
         if log_path.exists():  # keep the start and what the checkpoint has seen
             logged = [e for e in map(json.loads, log_path.read_text().splitlines()) if e["event"] in ("train", "val") and e["step"] <= step]
-        start = {"event": "start", "config": asdict(cfg) | {"out_dir": str(out_dir)}, "model_config": asdict(config), "params": counts, "device": why_device, "kernel": kernel,
-                 "tokens_per_step": tokens_per_step, "data": {"dataset": str(cfg.dataset), "sha256": train_bin.header["sha256"], "val_sha256": val_bin.header["sha256"]}}  # fmt: skip
+        start = {"event": "start", "config": asdict(cfg) | {"out_dir": str(out_dir)}, "model_config": asdict(config), "params": counts, "device": why_device, "dtype": str(dtype).removeprefix("torch."),
+                 "kernel": kernel, "tokens_per_step": tokens_per_step, "flops_per_token": flops, "data": {"dataset": str(cfg.dataset), "sha256": train_bin.header["sha256"], "val_sha256": val_bin.header["sha256"]}}  # fmt: skip
         write_atomically(log_path, "".join(json.dumps(e) + "\n" for e in [start, *logged]))
         trackers = open_trackers(cfg, out_dir, start)
 

@@ -45,6 +45,7 @@ def plant(tmp_path):
             "device": "cpu",
             "kernel": "torch",
         }
+        start |= {"dtype": settings.get("dtype", "float32"), "flops_per_token": settings.get("flops_per_token", 300_000)}
         start |= {"tokens_per_step": settings.get("tokens_per_step", 512), "data": {"dataset": train["dataset"], "sha256": sha, "val_sha256": "def"}}
         events = [start, {"event": "train", "step": 10, "loss": 5.0}]
         value = loss if callable(loss) else lambda step: loss
@@ -141,7 +142,7 @@ def test_compute_equivalent_gain(plant):
     """Three scales on L = 20 C^-0.08; a method whose loss is that of 1.5 times the compute has a gain of 1.5."""
     runs = []
     for width in (32, 64, 128):
-        per_token = 6 * 36032 + 6 * 2 * 64 * 4 * 8
+        per_token = 300_000
         law = lambda step, per_token=per_token, width=width, k=1.0: 20 * (k * per_token * 512 * (width / 32) ** 2 * step) ** -0.08
         size = dict(n_embd=width, tokens_per_step=512 * (width // 32) ** 2)
         runs += [plant(f"b{width}", law, **size), plant(f"m{width}", lambda s, law=law: law(s, k=1.5), residual="mhar", **size)]
