@@ -10,6 +10,9 @@ Two passes, both on all cores and in bounded memory. First each unit of the sour
 into train and val, tokenised, and written as runs sorted by a random key. Then the runs are merged, one range of keys after another. A key
 depends on the seed and on the document's place alone, so the order is one global shuffle whatever the number of workers. Finished units
 survive a kill: the same command continues, and ends with the same bytes. Room needed: twice the final files.
+
+The file: the format, the readers and the tokenizers, which the other scripts import; then sources, units, the two passes, and what holds
+them together.
 """
 
 import fcntl, functools, glob, hashlib, importlib.util, io, json, multiprocessing, os, re, shutil, signal, struct, sys, sysconfig, threading, unicodedata
@@ -916,10 +919,10 @@ def inspect(path):
     if sha.hexdigest() != bin.header["sha256"] or largest != bin.header["largest_id"]:
         raise UserError(f"{path}: damaged, its checksum differs from the header's; copy it again, or make it with: {MAKE}{bin.path.parent}")
     print("checksum: good")
-    tokenizer, length, ends = load_tokenizer(bin.header["tokenizer"]), len(bin.tokens), lambda ids: np.flatnonzero(ids == bin.header["eot"]) + 1
-    first, last = ends(bin.tokens[: 1 << 20])[:2].tolist(), ends(bin.tokens[-(1 << 20) - 1 : -1])[-2:] + max(0, length - 1 - (1 << 20))
-    for start, stop in [*zip([0, *first], first), *zip(last, [*last[1:], length])]:
-        print(f"--- tokens {start:,} to {stop:,}\n{tokenizer.decode(bin.tokens[start : min(stop, start + 200)])}")
+    tokenizer, eot = load_tokenizer(bin.header["tokenizer"]), bin.header["eot"]
+    head, tail = (np.split(ids, np.flatnonzero(ids == eot)) for ids in (bin.tokens[: 1 << 20], bin.tokens[-(1 << 20) : -1]))
+    for ids in [*head[:2], tail[-1]]:
+        print(f"--- a document begins\n{tokenizer.decode(ids[ids != eot][:200])}")
 
 
 def main():

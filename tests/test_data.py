@@ -321,6 +321,20 @@ def test_compressed_files_and_a_local_copy_of_a_hub_dataset(tmp_path):
         assert name in line and 'after row' in line and 'Truncated' in line
     assert "'nope'" in run(f'--source=hub:{hub}:nope', f'--out_dir={tmp_path}/nope', code=2)
 
+@pytest.mark.parametrize('ending', ['parquet', 'jsonl', 'jsonl.zst'])
+def test_urls_are_read_like_files(tmp_path, monkeypatch, ending):
+    import pyarrow.parquet
+    texts, path = articles(300), tmp_path / f'a.{ending}'
+    if ending == 'parquet':
+        pyarrow.parquet.write_table(pyarrow.table({'text': texts}), path, row_group_size=40)
+    else:
+        plain = jsonl(path, texts).read_bytes()
+        path.write_bytes(pyarrow.Codec('zstd').compress(plain, asbytes=True) if ending.endswith('zst') else plain)
+    monkeypatch.setattr(data, 'UNIT_BYTES', 4000)
+    monkeypatch.setattr(data, 'hub_files', lambda source: [f'file://{path}'])
+    local, remote = (data.prepare(data.Settings(source, out_dir=f'{tmp_path}/{i}', workers=1)) for i, source in enumerate([str(path), 'hub:some/name']))
+    assert payload(local) == payload(remote) and sorted(documents(local / 'train.bin') + documents(local / 'val.bin')) == sorted(texts)
+
 @pytest.mark.parametrize('args', [['--source=hub:HuggingFaceFW/fineweb-edu:sample-10BT'], ['--tokenizer=llama3'], ['--tokenizer=gpt2']])
 def test_what_needs_the_hub_says_so_at_once(tmp_path, args):
     for name, (*_, file, _, _) in data.TOKENIZERS.items():
