@@ -369,7 +369,7 @@ class Attention(nn.Module):
         else:
             self.q_norm = self.k_norm = nn.Identity()
 
-    def forward(self, h, rope):
+    def forward(self, h, rope, cached=None):
         B, T, _ = h.shape
         x = self.norm(h)
         q = self.q_proj(x).view(B, T, self.n_head, self.head_dim)
@@ -377,7 +377,11 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(B, T, self.n_kv_head, self.head_dim)
         q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, T, head_dim]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.n_head != self.n_kv_head)
+        mask = None
+        if cached:
+            past_k, past_v, positions, mask = cached  # [B, n_kv_head, length, head_dim] twice, [T], [T, length]
+            k, v = past_k.index_copy_(2, positions, k), past_v.index_copy_(2, positions, v)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=self.n_head != self.n_kv_head)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -398,6 +402,27 @@ class Layer(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.attn, self.mlp = Attention(config), MLP(config)
+
+
+class KVCache:
+    """Keys and values of the tokens seen, for generation: model(idx, cache=cache) reads on from where it stopped.
+
+    Only attention looks back in time; a depth memory concerns the tokens at hand alone. All shapes are fixed from the start, with the
+    position in a tensor, so that a step can be replayed as a CUDA graph. It holds `length` tokens; beyond that the result is undefined.
+    """
+
+    def __init__(self, config, B, length, device, dtype):
+        shape = config.n_layer, B, config.n_kv_head, length, config.head_dim
+        self.k, self.v = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
+        self.position = torch.zeros((), dtype=torch.int64, device=device)  # tokens seen
+        self.rope = rope_tables(config, length, device)
+
+    def open(self, T):
+        """For the next T tokens: their rotary tables, and each layer's (keys, values, positions [T], mask [T, length])."""
+        positions = self.position + torch.arange(T, device=self.position.device)
+        mask = torch.arange(self.k.size(3), device=positions.device) <= positions[:, None]
+        self.position += T
+        return tuple(table[positions] for table in self.rope), [(k, v, positions, mask) for k, v in zip(self.k, self.v)]
 
 
 class GPT(nn.Module):
@@ -440,8 +465,10 @@ class GPT(nn.Module):
                 assign(module.weight, torch.empty(module.weight.shape).normal_(0, 0.02, generator=trunk))
         self.residual.init_weights(self.config, routing)
 
-    def forward(self, idx, targets=None, z_loss=0.0, record=None):
-        """idx [B, T] token ids -> logits [B, T, V] in the compute dtype. record: a list to which every routed read appends its weights.
+    def forward(self, idx, targets=None, z_loss=0.0, record=None, cache=None):
+        """idx [B, T] token ids -> logits [B, T, V] in the compute dtype.
+
+        record: a list to which every routed read appends its weights. cache: a KVCache with what came before idx.
 
         With targets [B, T] (-100 is left out): (loss, cross_entropy), both fp32 scalars, means over the targets in nats per token;
         loss = cross_entropy + z_loss * mean(logsumexp(logits)^2) is what to differentiate, cross_entropy is detached.
@@ -452,12 +479,12 @@ class GPT(nn.Module):
         x = self.embed(idx)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        rope = rope_tables(self.config, T, x.device)
+        rope, cached = cache.open(T) if cache else (rope_tables(self.config, T, x.device), [None] * self.config.n_layer)
         run = partial(checkpoint, use_reentrant=False) if self.grad_checkpoint and self.training else call
 
         memory = self.residual.start(x, record)
-        for layer in self.layers:
-            memory.write(run(layer.attn, memory.read(), rope))
+        for layer, past in zip(self.layers, cached):
+            memory.write(run(layer.attn, memory.read(), rope, past))
             memory.write(run(layer.mlp, memory.read()))
         x = self.norm(memory.output())
 

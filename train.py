@@ -182,6 +182,23 @@ def load_weights(model, ckpt, name="model.safetensors", into=None):
             assign(tensor, stored[key].get_tensor(key))
 
 
+def load_model(path, device, dtype=None, weights="raw", kernel="auto"):
+    """(model, meta) of a checkpoint, ready for inference. path: CKPT; dtype: of the weights, None for that in the file; weights: raw | ema."""
+    ckpt, name = find_checkpoint(path), {"raw": "model.safetensors", "ema": "ema.safetensors"}[weights]
+    if ckpt is None:
+        raise UserError(f"{path} is not a checkpoint: give a folder with meta.json, or a run's folder with `latest`")
+    if not (ckpt / name).exists() and not (ckpt / f"{name}.index.json").exists():
+        raise UserError(f"{ckpt} has no {name}" + ("; it was trained without --ema_decay=, use --weights=raw" if weights == "ema" else ""))
+    meta = read_meta(ckpt)
+    config = GPTConfig(**meta["model_config"])
+    dtype = dtype or getattr(torch, meta["train_config"]["param_dtype"])
+    with torch.device("meta"):
+        model = GPT(config, choose_kernel(kernel, config, device, dtype)[0]).to(dtype)
+    model.to_empty(device=device)
+    load_weights(model, ckpt, name)
+    return model.eval().requires_grad_(False), meta
+
+
 def optimizer_tensors(model, optimizer):
     """AdamW's state by parameter name, made (as zeros) where it is not there yet: {"exp_avg.layers.0...": tensor}."""
     tensors = {}

@@ -1,0 +1,93 @@
+"""Generation: the KV cache against the uncached model, what is drawn, and the command line.
+
+    python -m pytest tests/test_sample.py
+"""
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+from model import KVCache
+from sample import choose, generate
+from test_model import METHODS, scramble, tiny, tokens
+from test_train import dataset, run  # noqa: F401  (dataset is a fixture)
+
+
+def uncached(model, prompt, new, n_ids):
+    ids = prompt
+    for _ in range(new):
+        ids = torch.cat([ids, model(ids)[:, -1:, :n_ids].argmax(-1)], 1)
+    return ids[:, prompt.size(1) :]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_cached_generation_equals_uncached(method):
+    """Token for token, fp32, from a state in which every parameter counts; and logits in two pieces are those in one."""
+    model = tiny(method, block_size=40)
+    scramble(model, 0.15)
+    prompt = tokens(3, 9)
+    with torch.no_grad():
+        assert torch.equal(torch.stack(list(generate(model, prompt, 31, 50, temperature=0)), 1), uncached(model, prompt, 31, 50))
+        cache = KVCache(model.config, 3, 40, "cpu", torch.float32)
+        pieces = torch.cat([model(part, cache=cache) for part in tokens(3, 40).split([1, 20, 7, 12], 1)], 1)
+        torch.testing.assert_close(pieces, model(tokens(3, 40)), atol=1e-5, rtol=1e-4)
+
+
+def test_padding_rows_are_never_drawn():
+    model = tiny(vocab_size=64)
+    with torch.no_grad():
+        model.embed.weight[40:] *= 100  # rows that no token has, made likely
+    drawn = torch.stack(list(generate(model, tokens(8, 4, 40), 20, n_ids=40, temperature=2.0)))
+    assert drawn.max() < 40 and len(drawn.unique()) > 10
+
+
+def test_choose():
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).repeat(4000, 1)
+    draw = lambda *cut: torch.bincount(choose(logits, *cut, torch.Generator().manual_seed(0)), minlength=4) / 4000
+    p = logits[0].softmax(-1)
+    torch.testing.assert_close(draw(1.0, 0, 1.0), p, atol=0.03, rtol=0)
+    torch.testing.assert_close(draw(2.0, 0, 1.0), (logits[0] / 2).softmax(-1), atol=0.03, rtol=0)
+    torch.testing.assert_close(draw(1.0, 2, 1.0), torch.tensor([0, p[1], 0, p[3]]) / (p[1] + p[3]), atol=0.03, rtol=0)
+    torch.testing.assert_close(draw(1.0, 0, 0.6), torch.tensor([0.0, 1, 0, 0]))  # the likeliest alone has 0.64
+    torch.testing.assert_close(draw(1.0, 0, 0.7), torch.tensor([0, p[1], 0, p[3]]) / (p[1] + p[3]), atol=0.03, rtol=0)
+    assert draw(0, 0, 1.0)[1] == 1
+
+
+def test_the_seed_decides():
+    model = tiny()
+    first, again, other = (torch.stack(list(generate(model, tokens(2, 4), 15, 50, seed=s))) for s in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_ten_times_faster_than_uncached():
+    """64 new tokens after a prompt of 1,024."""
+    model = tiny("mhar", block_size=1088, n_layer=4, n_embd=256, n_head=4, ffn_dim=768)
+    prompt = tokens(1, 1024)
+    with torch.no_grad():
+        start = time.perf_counter()
+        list(generate(model, prompt, 64, 50, temperature=0))
+        cached = time.perf_counter() - start
+        start = time.perf_counter()
+        for i in range(4):
+            model(torch.cat([prompt, tokens(1, 16 * i + 8)], 1))
+        assert 16 * (time.perf_counter() - start) > 10 * cached
+
+
+def test_command_line(dataset, tmp_path):  # noqa: F811
+    run("--max_steps=4", "--block_size=64", "--ema_decay=0.5", f"--out_dir={tmp_path}/a", dataset=dataset)
+    sample = lambda *flags: subprocess.run([sys.executable, ROOT / "sample.py", *flags], capture_output=True, text=True)
+    done = sample(f"{tmp_path}/a", "--prompt=abc", "--max_new_tokens=40", "--seed=3", "--device=cpu")
+    assert done.returncode == 0 and done.stdout.startswith("abc") and len(done.stdout) > 20, done.stderr
+    done = sample(f"{tmp_path}/a/step_00000004", "--num_samples=3", "--weights=ema", "--top_k=5", "--device=cpu", "--max_new_tokens=10")
+    assert done.returncode == 0 and [f"--- {i}" in done.stdout for i in (1, 2, 3)] == [True] * 3
+    for flags, words in [
+        ([f"{tmp_path}"], "not a checkpoint"), ([f"{tmp_path}/a", "--max_new_tokens=64"], "--max_new_tokens=63"), ([f"{tmp_path}/a", "--top_p=0"], "--top_p"),
+        ([f"{tmp_path}/a", "--device=cuda"], "no CUDA GPU"),
+    ]:  # fmt: skip
+        done = sample("--prompt=", *flags)
+        assert done.returncode == 2 and words in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
