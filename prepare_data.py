@@ -66,7 +66,7 @@ class Bin:
 
 
 def pack_header(header):
-    blob = MAGIC + json.dumps({"version": VERSION} | header, ensure_ascii=False).encode()
+    blob = MAGIC + json.dumps({"version": VERSION} | header).encode()
     if len(blob) > HEADER_BYTES:
         raise UserError(f"{len(header['sources'])} sources do not fit into the 4 KiB header; name fewer (a folder or a glob counts as one)")
     return blob.ljust(HEADER_BYTES, b"\0")
@@ -80,9 +80,12 @@ def open_bin(path):
         raise UserError(f"{path}: no such file; {again}")
     with open(path, "rb") as file:
         head = file.read(HEADER_BYTES)
-    if len(head) < HEADER_BYTES or not head.startswith(MAGIC):
+    try:
+        header = json.loads(head.removeprefix(MAGIC).rstrip(b"\0")) if len(head) == HEADER_BYTES and head.startswith(MAGIC) else None
+    except ValueError:
+        header = None
+    if not header:
         raise UserError(f"{path}: not a token file of this repository (no header); {again}")
-    header = json.loads(head[len(MAGIC) :].rstrip(b"\0"))
     if header["version"] != VERSION:
         raise UserError(f"{path}: format version {header['version']}, but this code reads version {VERSION}; {again}")
     expected, size = HEADER_BYTES + 4 * header["tokens"], path.stat().st_size
@@ -160,7 +163,7 @@ def permute(x, n, seed, epoch):
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
-    key = mix64(epoch.astype(np.uint64) + mix64(np.full(1, seed, np.uint64) + np.uint64(0x9E3779B97F4A7C15)))
+    key = mix64(epoch.astype(np.uint64) + mix64(np.full(1, seed % 2**64, np.uint64) + np.uint64(0x9E3779B97F4A7C15)))
     out, todo = x.astype(np.uint64), np.arange(len(x))
     while len(todo):
         left, right = out[todo] >> half, out[todo] & mask

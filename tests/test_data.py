@@ -46,7 +46,7 @@ def documents(path):
 # -----------------------------------------------------------------------------
 # The readers
 
-@pytest.mark.parametrize('seed', [0, 42, 2**63])
+@pytest.mark.parametrize('seed', [0, 42, 2**64 - 1, -1])
 def test_permutation_is_exact(seed):
     for n in [*range(1, 130), 255, 256, 257, 4095, 4096, 4097, 65537]:
         x = np.arange(n)
@@ -133,6 +133,7 @@ def test_files_that_are_not_whole_or_not_ours(tmp_path):
     path.write_bytes(whole[:100]); refused('header')
     path.write_bytes(np.arange(5000, dtype=np.uint16).tobytes()); refused('header')
     path.write_bytes(b''); refused('header')
+    path.write_bytes(whole.replace(b'{', b'[', 1)); refused('header')
     path.write_bytes(whole.replace(b'"version": 1', b'"version": 9')); refused('version 9')
     path.write_bytes(whole)
     assert data.open_bin(path).tokens[-1] == 999
@@ -343,6 +344,22 @@ def test_what_needs_the_hub_says_so_at_once(tmp_path, args):
     line = run(*args, f'--out_dir={tmp_path}/out', code=2, env=os.environ | {'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path)}, timeout=20)
     assert 'hub' in line or 'pip install' in line
 
+def test_a_gated_dataset(monkeypatch):
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError
+    def refuse(self, name, repo_type):
+        raise GatedRepoError.__new__(GatedRepoError)
+    monkeypatch.setattr(HfApi, 'auth_check', refuse)
+    with pytest.raises(UserError, match='accept its terms.* hf auth login'):
+        data.expand('hub:nvidia/Nemotron-CC-v2:High-Quality')
+
+@pytest.mark.parametrize('name', ['data_anneal', 'data_fineweb_edu'])
+def test_shipped_mixes(name):
+    settings, _ = data.configure([str(ROOT / f'config/{name}.py')], data.Settings)
+    sources, shares, folder = data.check(settings)
+    assert all(source.startswith('hub:') for source in sources) and str(folder) == 'data/' + name.removeprefix('data_')
+    assert not shares or len(shares) == 30 and abs(sum(shares) - 1) < 1e-9
+
 def write_mix(path, **settings):
     path.write_text(''.join(f'{name} = {value!r}\n' for name, value in settings.items()))
     return path
@@ -449,6 +466,8 @@ def test_bad_parquet(tmp_path):
     write(text=pyarrow.array([], pyarrow.string())); refused('without rows')
     write(body=['x'], id=[1]); refused('body, id', '--text_column')
     write(text=[1, 2]); refused('int64', '--text_column')
+    write(text=pyarrow.array(articles(100)).dictionary_encode())
+    run(f'--source={path}', f'--out_dir={tmp_path}/dictionary')
     broken = pyarrow.Array.from_buffers(pyarrow.string(), 2, pyarrow.array([b'good', b'b\xffd'], pyarrow.binary()).buffers())
     write(text=pyarrow.concat_arrays([broken, pyarrow.array([None, '', *articles(100)], pyarrow.string())]))
     assert '2 empty documents left out, 1 repaired' in run(f'--source={path}', f'--out_dir={tmp_path}/out')
