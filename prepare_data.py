@@ -48,6 +48,8 @@ class Settings:
     inspect: str | None = None  # show a .bin file, verify its checksum, and make nothing
 
 
+WHICH_UNITS, HOW = ("source", "shares", "share_of", "size"), ("out_dir", "workers", "inspect")  # all others shape what is in a unit's tokens
+
 # -----------------------------------------------------------------------------
 # The file format: 4 KiB of magic and one JSON, then little-endian uint32 ids. Documents are packed end to end, one eot after each.
 
@@ -117,7 +119,8 @@ def write_bin(path, chunks, **header):
 def find_dataset(name):
     """The folder of a dataset: `name` under data/ beside this file, or a folder. The default, "stdlib", is made on the spot, once
     even if many processes ask together. UserError if there is none."""
-    folder = next((f for f in (HERE / "data" / name, Path("data", name), Path(name)) if (f / "train.bin").is_file() and (f / "val.bin").is_file()), None)
+    folders = HERE / "data" / name, Path("data", name), Path(name)
+    folder = next((f for f in folders if (f / "train.bin").is_file() and (f / "val.bin").is_file()), None)
     if folder is None and name == "stdlib":
         folder = prepare(Settings(workers=1), wait=True)
     if folder is None:
@@ -266,15 +269,19 @@ def rank_file(name):
     return path
 
 
+def encode_bytes(text):
+    return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
+
+
+def decode_bytes(ids):
+    return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
+
+
 @functools.cache
 def load_tokenizer(name):
     """The Tokenizer called `name`; UserError if there is none or its rank file cannot be found."""
     if name == "bytes":
-
-        def decode(ids):
-            return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
-
-        return Tokenizer(name, lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32), decode, n_text=256, n_ids=257, vocab=320, eot=256, nfc=False)
+        return Tokenizer(name, encode_bytes, decode_bytes, n_text=256, n_ids=257, vocab=320, eot=256, nfc=False)
     if name not in TOKENIZERS:
         raise UserError(f"unknown tokenizer {name!r}; there are bytes, {', '.join(TOKENIZERS)}")
     split, n_text, specials, eot, vocab, nfc, *_ = TOKENIZERS[name]
@@ -286,7 +293,8 @@ def load_tokenizer(name):
         import tiktoken
         from tiktoken.load import load_tiktoken_bpe
 
-        return tiktoken.Encoding(name, pat_str=split, mergeable_ranks=load_tiktoken_bpe(str(path)), special_tokens=special_ids, explicit_n_vocab=n_ids)
+        ranks = load_tiktoken_bpe(str(path))
+        return tiktoken.Encoding(name, pat_str=split, mergeable_ranks=ranks, special_tokens=special_ids, explicit_n_vocab=n_ids)
 
     def encode(text):
         ids = [encoding().encode_to_numpy(piece, disallowed_special=()) for piece in pieces(text)]
@@ -569,7 +577,7 @@ def is_val(document, fraction):
 
 def unit_name(unit, settings):
     """Names a unit's files after all that shapes them, so that work done for other settings or an older file is never taken for it."""
-    shaping = {name: value for name, value in asdict(settings).items() if name not in ("source", "shares", "share_of", "size", "out_dir", "workers", "inspect")}
+    shaping = {name: value for name, value in asdict(settings).items() if name not in (*WHICH_UNITS, *HOW)}
     return hashlib.sha256(json.dumps([VERSION, asdict(unit), shaping]).encode()).hexdigest()[:16]
 
 
@@ -736,8 +744,9 @@ def prepare(settings, wait=False):
     sources, shares, out = check(settings)
     try:
         units = plan_units(sources, settings)
-        recipe = {name: value for name, value in asdict(settings).items() if name not in ("shares", "out_dir", "workers", "inspect")}
-        recipe["source_files"] = hashlib.sha256(json.dumps([settings.shares, sorted({(unit.source, *file) for unit in units for file in unit.files})]).encode()).hexdigest()
+        recipe = {name: value for name, value in asdict(settings).items() if name not in ("shares", *HOW)}
+        files = sorted({(unit.source, *file) for unit in units for file in unit.files})
+        recipe["source_files"] = hashlib.sha256(json.dumps([settings.shares, files]).encode()).hexdigest()
         with lock(out, wait):
             missing = [split for split in SPLITS if not is_there(out / f"{split}.bin", recipe)]
             if missing:
@@ -828,8 +837,8 @@ def make(missing, sources, shares, units, settings, recipe, out):
     parts.mkdir(exist_ok=True)
     earlier, known = {path.stem for path in parts.glob("*.json")}, {unit_name(unit, settings) for unit in units}
     if earlier:
-        useless = len(earlier - known)
-        print(f"continuing {parts}: {len(earlier & known)} of {len(units)} units are done" + f", {useless} are of other settings or files that changed" * bool(useless))
+        useless = f", {len(earlier - known)} are of other settings or files that changed" if earlier - known else ""
+        print(f"continuing {parts}: {len(earlier & known)} of {len(units)} units are done{useless}")
     workers = min(settings.workers or core_count(), len(units))
     with worker_pool(workers) as pool:
         targets = [share * settings.size if settings.size else np.inf for share in shares or [1] * len(sources)]

@@ -94,7 +94,14 @@ def main():
         total = write(source, args.mb)
         bare = bare_rates(args.mb, args.workers)
         start, peak = time.perf_counter(), 0
-        command = [sys.executable, ROOT / "prepare_data.py", f"--source={source}", f"--out_dir={folder}/out", "--tokenizer=qwen3", f"--workers={args.workers}"]
+        command = [
+            sys.executable,
+            ROOT / "prepare_data.py",
+            f"--source={source}",
+            f"--out_dir={folder}/out",
+            "--tokenizer=qwen3",
+            f"--workers={args.workers}",
+        ]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         while process.poll() is None:
             peak = max(peak, anonymous_memory(process.pid))
