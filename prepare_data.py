@@ -595,14 +595,13 @@ def tokenize_unit(k, unit, settings, limit, folder):
     docs, gathered = [], 0  # (side, key, place, bytes, ids)
 
     def flush():
-        docs.sort(key=lambda doc: doc[:3])
-        name, train = f"{unit_id}.{len(record['runs'])}", sum(doc[0] == 0 for doc in docs)
-        lengths = np.array([len(doc[4]) + 1 for doc in docs], np.uint64)
+        docs.sort()  # by side, then key; the place tells equal keys apart
+        sides, keys, places, sizes, ids = zip(*docs)
+        name, train, lengths = f"{unit_id}.{len(record['runs'])}", sides.count(0), np.array([len(i) + 1 for i in ids], np.uint64)
         tokens = [int(lengths[:train].sum()), int(lengths[train:].sum())]
-        index = [[doc[1] for doc in docs], np.cumsum(lengths) - lengths, lengths, [doc[2] for doc in docs], [doc[3] for doc in docs]]
         with open(partial, "wb") as file:
-            file.write(np.stack([np.array(row, np.uint64) for row in index]))
-            file.writelines(chunk for doc in docs for chunk in (doc[4], eot))
+            file.write(np.stack([np.array(row, np.uint64) for row in (keys, np.cumsum(lengths) - lengths, lengths, places, sizes)]))
+            file.writelines(chunk for i in ids for chunk in (i, eot))
             os.fsync(file.fileno())
         os.replace(partial, folder / name)
         record["runs"].append(dict(name=name, documents=len(docs), train=train, tokens=tokens))
