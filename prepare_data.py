@@ -124,7 +124,9 @@ def find_dataset(name):
     if folder is None and name == "stdlib":
         folder = prepare(Settings(workers=1), wait=True)
     if folder is None:
-        raise UserError(f"no dataset {name!r} (train.bin and val.bin) in {HERE / 'data'} or here; make it with: {MAKE}data/{Path(name).name}")
+        name = Path(name).name
+        command = f"python prepare_data.py config/data_{name}.py" if (HERE / "config" / f"data_{name}.py").exists() else f"{MAKE}data/{name}"
+        raise UserError(f"no dataset {name!r} (train.bin and val.bin) in {HERE / 'data'} or here; make it with: {command}")
     return folder
 
 

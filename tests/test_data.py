@@ -340,6 +340,8 @@ def test_a_file_found_twice_counts_once(tmp_path):
 def test_find_dataset(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="prepare_data.py --source=... --out_dir=data/nowhere"):
         data.find_dataset("nowhere")
+    with pytest.raises(UserError, match="make it with: python prepare_data.py config/data_fineweb_edu.py"):
+        data.find_dataset("fineweb_edu")
     monkeypatch.setattr(data, "HERE", tmp_path)
     assert data.find_dataset("stdlib") == tmp_path / "data/stdlib" == data.find_dataset("stdlib")
     assert data.open_bin(tmp_path / "data/stdlib/train.bin").header["vocab"] == 320
