@@ -89,6 +89,24 @@ def _tiles(base, row, row_ok, col, k, KC: tl.constexpr, W: tl.constexpr, CACHE: 
 
 
 @jit
+def _pointers(tensors, n, ROWS: tl.constexpr):
+    """Row n's pointer is that of tensor n (the last one's past the end)."""
+    at = tensors[0] + tl.zeros([ROWS], tl.int64)
+    for i in tl.static_range(1, len(tensors)):
+        at = tl.where(n >= i, tensors[i] + tl.zeros([ROWS], tl.int64), at)
+    return at
+
+
+@jit
+def _rows(pointers, offset, row_ok, col, k, KC: tl.constexpr, W: tl.constexpr):
+    """_tiles, with a pointer per row."""
+    tiles = ()
+    for q in tl.static_range((KC + W - 1) // W):
+        tiles = tiles + (tl.load(pointers[None, :, None] + offset + col + q * W, mask=row_ok[None, :, None] & (q * W + k < KC), other=0.0),)
+    return tiles
+
+
+@jit
 def _empty(CH: tl.constexpr, ROWS: tl.constexpr, KC: tl.constexpr, W: tl.constexpr):
     tiles = ()
     for q in tl.static_range((KC + W - 1) // W):
@@ -152,7 +170,7 @@ def forward_inter(V, R, UH, UL, PART, PART_LSE, M, S, s0, TB, H: tl.constexpr, K
         i = step % blocks * BN + n
         ok = i < s0
         v = _tiles(V + token * S * D, i * D, ok, col, k, KC, W, "")  # [CH, BN, W]
-        r = tl.load(R + token * S + i, mask=ok, other=0.0)
+        r = tl.load(R + (i // G * M + token) * G + i % G, mask=ok, other=0.0)
         zero = tl.zeros([CH, G, BN], tl.float32)
         lg = _dot_t(uh, v, zero)
         if SPLIT:
@@ -173,10 +191,11 @@ def forward_inter(V, R, UH, UL, PART, PART_LSE, M, S, s0, TB, H: tl.constexpr, K
 
 
 @jit(do_not_specialize=_RUNTIME)
-def backward_inter(V, R, UH, UL, DO, LSE, DEL, PART, PART_C, DS, END, M, S, s0, e0, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr,
+def backward_inter(V, R, UH, UL, DH, LSE, DEL, PART, PART_C, DS, END, M, S, s0, e0, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr,
                    KC: tl.constexpr, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr):
     """Sources s0..e0-1 pull from sites e0..END-1. Program: one head of two tokens, whose 2 G sources fill the 16 rows of a tensor-core tile and
-    share the reads of u. -> PART [M, G, D], PART_C [M, H, G], DS [M, H, S, G]."""
+    share the reads of u. DH: a tensor [M, G, D] per later group (a short last one has fewer rows), padded to a power of two.
+    -> PART [M, G, D], PART_C [M, H, G], DS [S / G, M, H, G, G]."""
     D: tl.constexpr = H * K
     pairs = tl.cdiv(M, 2)
     h = tl.program_id(0) // pairs
@@ -189,16 +208,17 @@ def backward_inter(V, R, UH, UL, DO, LSE, DEL, PART, PART_C, DS, END, M, S, s0, 
     c, k = tl.arange(0, CH)[:, None, None], tl.arange(0, W)[None, None, :]
     col = h * K + c * KC + k
     v = _tiles(V, (m * S + s0 + g) * D, a < 2 * G, col, k, KC, W, ".cg")  # [CH, 2 G, W]
-    r = tl.load(R + m * S + s0 + g)
-    stat = (m * H + h) * S
-    stat0, stat1 = (m0 * H + h) * S, (m1 * H + h) * S
+    r = tl.load(R + (s0 // G * M + m) * G + g)
     total = tl.zeros([2 * G], tl.float32)  # sum_j ds_ji logit_ji
     acc = _empty(CH, 2 * G, KC, W)
     for j in range(e0, end, BN):
         row = j + n
         ok = row < end
-        dh0 = _tiles(DO + m0 * S * D, row * D, ok, col, k, KC, W, "")  # [CH, BN, W]
-        dh1 = _tiles(DO + m1 * S * D, row * D, ok, col, k, KC, W, "")
+        group = row // G
+        dh = _pointers(DH, group - e0 // G, BN) + row % G * D
+        rows = tl.minimum(S - group * G, G) * D
+        dh0 = _rows(dh + m0 * rows, 0, ok, col, k, KC, W)  # [CH, BN, W]
+        dh1 = _rows(dh + m1 * rows, 0, ok, col, k, KC, W)
         uh = _tiles(UH, row * D, ok, col, k, KC, W, "")
         zero = tl.zeros([CH, 2 * G, BN], tl.float32)
         lg = _dot_t(v, uh, zero)
@@ -206,13 +226,14 @@ def backward_inter(V, R, UH, UL, DO, LSE, DEL, PART, PART_C, DS, END, M, S, s0, 
             lg += _dot_t(v, _tiles(UL, row * D, ok, col, k, KC, W, ""), zero)
         lg = tl.sum(lg, 0) * r[:, None]  # [2 G, BN]
         dp = tl.where(first[:, None], tl.sum(_dot_t(v, dh0, zero), 0), tl.sum(_dot_t(v, dh1, zero), 0))
-        lse0, lse1 = tl.load(LSE + stat0 + row, mask=ok, other=0.0), tl.load(LSE + stat1 + row, mask=ok, other=0.0)
-        delta0, delta1 = tl.load(DEL + stat0 + row, mask=ok, other=0.0), tl.load(DEL + stat1 + row, mask=ok, other=0.0)
+        at0, at1 = ((group * M + m0) * H + h) * G + row % G, ((group * M + m1) * H + h) * G + row % G
+        lse0, lse1 = tl.load(LSE + at0, mask=ok, other=0.0), tl.load(LSE + at1, mask=ok, other=0.0)
+        delta0, delta1 = tl.load(DEL + at0, mask=ok, other=0.0), tl.load(DEL + at1, mask=ok, other=0.0)
         p = tl.where(ok[None, :], tl.exp(lg - tl.where(first[:, None], lse0[None, :], lse1[None, :])), 0.0)
         ds = p * (dp - tl.where(first[:, None], delta0[None, :], delta1[None, :]))
         total += tl.sum(ds * lg, 1)
         ds = (ds * r[:, None]).to(V.dtype.element_ty)
-        tl.store(DS + (stat[:, None] + row[None, :]) * G + g[:, None], ds, mask=ok[None, :])
+        tl.store(DS + tl.where(first[:, None], at0[None, :], at1[None, :]) * G + g[:, None], ds, mask=ok[None, :])
         p0 = tl.where(first[:, None], p, 0.0).to(V.dtype.element_ty)  # each token's rows take their own dh
         p1 = tl.where(first[:, None], 0.0, p).to(V.dtype.element_ty)
         acc = _dot_add(tl.broadcast_to(p0[None, :, :], [CH, 2 * G, BN]), dh0, acc)
@@ -259,9 +280,10 @@ def _add(acc, p, a, d, b):
 
 
 @jit(do_not_specialize=_RUNTIME)
-def forward_intra(X, V, R, U, PART, PART_LSE, OUT, LSE, S, s, s0, eps, H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+def forward_intra(X, V, R, U, PART, PART_LSE, OUT, LSE, M, S, s, s0, eps, H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
                   G: tl.constexpr, MERGE: tl.constexpr):
-    """Store source s and its rstd; site s attends to sources s0..s and merges its partial result. Program: one token. -> OUT [M, D], LSE [M, H, S]."""
+    """Store source s and its rstd; site s attends to sources s0..s and merges its partial result. Program: one token.
+    -> OUT [M, D], LSE [S / G, M, H, G]."""
     m = tl.program_id(0).to(tl.int64)
     D: tl.constexpr = H * K
     h, k = tl.arange(0, HP), tl.arange(0, W)[None, :]
@@ -269,10 +291,11 @@ def forward_intra(X, V, R, U, PART, PART_LSE, OUT, LSE, S, s, s0, eps, H: tl.con
     live = h_ok[:, None]
     col = h[:, None] * K + k  # [HP, W]
     V += m * S * D
-    R += m * S
+    R += (s0 // G * M + m) * G - s0
     x = _row(X + m * D, col, k, K, W, live, "")
     u = _row(U + s * D, col, k, K, W, live, "")
     y = _row(V + s0 * D, col, k, K, W, live & (s0 < s), ".cg")
+    r_next = tl.load(R + s0, mask=s0 < s, other=0.0)
     if MERGE:
         lse = tl.load(PART_LSE + (m * H + h) * G + s - s0, mask=h_ok, other=0.0)
         part = _row(PART + (m * G + s - s0) * D, col, k, K, W, live, ".cg")
@@ -293,8 +316,9 @@ def forward_intra(X, V, R, U, PART, PART_LSE, OUT, LSE, S, s, s0, eps, H: tl.con
     else:
         acc = _axpy(den, x, den * 0.0, x)
     for i in range(s0, s):
-        y_next = _row(V + (i + 1) * D, col, k, K, W, live & (i + 1 < s), ".cg")  # fetched while this row is used
-        lg = _heads_dot(y, u) * tl.load(R + i)
+        y_next, r_i = _row(V + (i + 1) * D, col, k, K, W, live & (i + 1 < s), ".cg"), r_next  # fetched while this row is used
+        r_next = tl.load(R + i + 1, mask=i + 1 < s, other=0.0)
+        lg = _heads_dot(y, u) * r_i
         top_new = tl.maximum(top, lg)
         scale, p = tl.exp(top - top_new), tl.exp(lg - top_new)
         den = den * scale + p
@@ -303,13 +327,14 @@ def forward_intra(X, V, R, U, PART, PART_LSE, OUT, LSE, S, s, s0, eps, H: tl.con
         y = y_next
     for q in tl.static_range(len(x)):
         tl.store(OUT + m * D + col + q * W, (acc[q] / den[:, None]).to(OUT.dtype.element_ty), mask=live & (q * W + k < K))
-    tl.store(LSE + (m * H + h) * S + s, top + tl.log(den), mask=h_ok)
+    tl.store(LSE + ((s0 // G * M + m) * H + h) * G + s - s0, top + tl.log(den), mask=h_ok)
 
 
 @jit(do_not_specialize=_RUNTIME)
-def backward_intra(V, R, U, DH, HOUT, DO, LSE, DEL, PART, PART_C, DS, DV, END, END_OUT, S, s, s0, e0, H: tl.constexpr, HP: tl.constexpr,
+def backward_intra(V, R, U, DOUT, HOUT, DH, LSE, DEL, PART, PART_C, DS, DV, END, END_OUT, M, S, s, s0, e0, H: tl.constexpr, HP: tl.constexpr,
                    K: tl.constexpr, W: tl.constexpr, G: tl.constexpr, MERGE: tl.constexpr):
-    """Store dh_s and Delta_s; the gradient of source s from sites s..min(e0, END)-1, plus what backward_inter found. Program: one token. -> DV [M, D]."""
+    """Store dh_s (DOUT) in the group's DH [M, e0 - s0, D], and Delta_s; the gradient of source s from sites s..min(e0, END)-1, plus what
+    backward_inter found. Program: one token. -> DV [M, D]."""
     m = tl.program_id(0).to(tl.int64)
     D: tl.constexpr = H * K
     end = tl.load(END).to(tl.int32)  # one past the last site that has a gradient; 0 where this site is the first to run
@@ -321,15 +346,18 @@ def backward_intra(V, R, U, DH, HOUT, DO, LSE, DEL, PART, PART_C, DS, DV, END, E
     h_ok = h < H
     live = h_ok[:, None]
     col = h[:, None] * K + k  # [HP, W]
-    DO += m * S * D
-    LSE += (m * H + h) * S  # [HP]
-    DEL += (m * H + h) * S
-    DS += (m * H + h) * S * G + s - s0
-    dh = _row(DH + m * D, col, k, K, W, live, "")
+    DH += (m * (e0 - s0) - s0) * D
+    stat = ((s0 // G * M + m) * H + h) * G - s0  # [HP]
+    LSE += stat
+    DEL += stat
+    DS += stat * G + s - s0
+    dh = _row(DOUT + m * D, col, k, K, W, live, "")
     v = _row(V + (m * S + s) * D, col, k, K, W, live, ".cg")
     mix = _row(HOUT + m * D, col, k, K, W, live, ".cg")
     u = _row(U + s * D, col, k, K, W, live, "")
-    dh_next = _row(DO + (s + 1) * D, col, k, K, W, live & (s + 1 < last), ".cg")
+    dh_next = _row(DH + (s + 1) * D, col, k, K, W, live & (s + 1 < last), ".cg")
+    lse_next = tl.load(LSE + s + 1, mask=h_ok & (s + 1 < last), other=0.0)
+    delta_next = tl.load(DEL + s + 1, mask=h_ok & (s + 1 < last), other=0.0)
     c = tl.zeros([HP], tl.float32)
     merge = False
     if MERGE:
@@ -337,10 +365,10 @@ def backward_intra(V, R, U, DH, HOUT, DO, LSE, DEL, PART, PART_C, DS, DV, END, E
         c = tl.load(PART_C + (m * H + h) * G + s - s0, mask=h_ok & merge, other=0.0)
         part = _row(PART + (m * G + s - s0) * D, col, k, K, W, live & merge, ".cg")
     for q in tl.static_range(len(dh)):
-        tl.store(DO + s * D + col + q * W, dh[q], mask=live & (q * W + k < K))
+        tl.store(DH + s * D + col + q * W, dh[q], mask=live & (q * W + k < K))
     delta = _heads_dot(dh, mix)
     tl.store(DEL + s, delta, mask=h_ok)
-    r = tl.load(R + m * S + s)
+    r = tl.load(R + (s0 // G * M + m) * G + s - s0)
     lg = _heads_dot(u, v) * r
     p = tl.where(h_ok, tl.exp(lg - tl.load(LSE + s, mask=h_ok, other=0.0)), 0.0)
     ds = p * (_heads_dot(dh, v) - delta)
@@ -351,12 +379,14 @@ def backward_intra(V, R, U, DH, HOUT, DO, LSE, DEL, PART, PART_C, DS, DV, END, E
         one = tl.full([HP], 1.0, tl.float32)
         acc = _axpy(one, acc, one, part)
     for j in range(s + 1, last):
-        dh = dh_next
-        dh_next = _row(DO + (j + 1) * D, col, k, K, W, live & (j + 1 < last), ".cg")  # fetched while this row is used
+        dh, lse, delta = dh_next, lse_next, delta_next  # the next ones are fetched while these are used
+        dh_next = _row(DH + (j + 1) * D, col, k, K, W, live & (j + 1 < last), ".cg")
+        lse_next = tl.load(LSE + j + 1, mask=h_ok & (j + 1 < last), other=0.0)
+        delta_next = tl.load(DEL + j + 1, mask=h_ok & (j + 1 < last), other=0.0)
         u = _row(U + j * D, col, k, K, W, live, "")
         lg = _heads_dot(u, v) * r
-        p = tl.where(h_ok, tl.exp(lg - tl.load(LSE + j, mask=h_ok, other=0.0)), 0.0)
-        ds = p * (_heads_dot(dh, v) - tl.load(DEL + j, mask=h_ok, other=0.0))
+        p = tl.where(h_ok, tl.exp(lg - lse), 0.0)
+        ds = p * (_heads_dot(dh, v) - delta)
         c += ds * lg
         tl.store(DS + j * G, (ds * r).to(DS.dtype.element_ty), mask=h_ok)
         acc = _add(acc, p, dh, ds * r, u)
@@ -374,7 +404,7 @@ def backward_query(V, DS, DU, END, M, S, s0, e0, TB, H: tl.constexpr, K: tl.cons
     h = tl.program_id(1) // CH
     c, k = tl.program_id(1) % CH, tl.arange(0, W)
     col = h * K + c * KC + k
-    j = s0 + tl.program_id(0) * BJ + tl.arange(0, BJ)
+    j = (s0 + tl.program_id(0) * BJ + tl.arange(0, BJ)).to(tl.int64)
     m = tl.program_id(2).to(tl.int64) * TB
     m_end = tl.minimum(m + TB, M)
     end = tl.load(END).to(tl.int32)
@@ -388,7 +418,7 @@ def backward_query(V, DS, DU, END, M, S, s0, e0, TB, H: tl.constexpr, K: tl.cons
             token = t + a // G
             ok = (token < m_end) & (i < e0)
             # sources after site j have no weight in it, and their ds was never written
-            ds = tl.load(DS + ((token * H + h) * S)[None, :] * G + j[:, None] * G + (a % G)[None, :],
+            ds = tl.load(DS + ((j // G * M * H + h) * G + j % G)[:, None] * G + (token * H * G * G + a % G)[None, :],
                          mask=ok[None, :] & (j[:, None] < end) & (j[:, None] >= i[None, :]), other=0.0)  # [BJ, BM * G]
             new = ()
             for q in tl.static_range((KC + W - 1) // W):
@@ -406,24 +436,6 @@ def backward_query(V, DS, DU, END, M, S, s0, e0, TB, H: tl.constexpr, K: tl.cons
 # what every site will add to its stream, gate * mix. One kernel does the backward, when the gradients of all the block's sites are there, and
 # recomputes the weights. A site's null source has one logit per head, whatever the token: it comes in, and its gradient goes out, as a number.
 # So does rstd: the gradient through the norms is left to autograd, which applies it once per source, not once per source and block.
-
-@jit
-def _pointers(tensors, n, ROWS: tl.constexpr):
-    """Row n's pointer is that of tensor n (the last one's past the end)."""
-    at = tensors[0] + tl.zeros([ROWS], tl.int64)
-    for i in tl.static_range(1, len(tensors)):
-        at = tl.where(n >= i, tensors[i] + tl.zeros([ROWS], tl.int64), at)
-    return at
-
-
-@jit
-def _rows(pointers, offset, row_ok, col, k, KC: tl.constexpr, W: tl.constexpr):
-    """_tiles, with a pointer per row."""
-    tiles = ()
-    for q in tl.static_range((KC + W - 1) // W):
-        tiles = tiles + (tl.load(pointers[None, :, None] + offset + col + q * W, mask=row_ok[None, :, None] & (q * W + k < KC), other=0.0),)
-    return tiles
-
 
 @jit(do_not_specialize=_RUNTIME)
 def delta_forward(SOURCES, R, UH, UL, NULL, NULL_LOGIT, GATE, OUT, M, TB, J: tl.constexpr, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr,
@@ -526,12 +538,16 @@ def delta_backward(SOURCES, DOUT, R, UH, UL, NULL, NULL_LOGIT, GATE, DV, DR, DU,
 
 def _inter_config(D: int, H: int) -> dict:
     K = D // H
-    CH = 1 if K <= 160 else min(16, triton.next_power_of_2(triton.cdiv(K, 96)))  # what a warp holds in registers
+    CH = min(16, triton.next_power_of_2(triton.cdiv(K, 160)))  # 160 columns are what one warp holds in registers
     while K % CH:
         CH //= 2
     KC = K // CH
-    W = 32 if KC % 32 == 0 or KC % 16 else 16
+    W = next((w for w in (64, 32) if KC % w == 0), 32 if KC > 16 else 16)
     return dict(H=H, K=K, CH=CH, KC=KC, W=W, G=G)
+
+
+def _inter_warps(c: dict, dtype) -> int:
+    return c["CH"] if dtype != torch.float32 else min(16, 4 * c["CH"])  # fp32 products run outside the tensor cores, from registers
 
 
 def _intra_config(D: int, H: int) -> dict:
@@ -563,18 +579,20 @@ def _on(x: Tensor):
 
 
 def _forward_buffers(x: Tensor, S: int, H: int) -> list[Tensor]:
-    """v [M, S, D], rstd [M, S], lse [M, H, S], and the group's partial results: part [M, G, D], part_lse [M, H, G]."""
-    M, D = x.shape
+    """v [M, S, D], rstd [S / G, M, G], lse [S / G, M, H, G], and a group's partial results: part [M, G, D], part_lse [M, H, G]."""
+    (M, D), groups = x.shape, -(-S // G)
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)
-    return [new(M, S, D, dtype=x.dtype), new(M, S), new(M, H, S), new(M, G, D, dtype=x.dtype), new(M, H, G)]
+    return [new(M, S, D, dtype=x.dtype), new(groups, M, G), new(groups, M, H, G), new(M, G, D, dtype=x.dtype), new(M, H, G)]
 
 
-def _backward_buffers(x: Tensor, S: int, H: int) -> list[Tensor]:
-    """dh [M, S, D], delta [M, H, S], part [M, G, D], part_c [M, H, G], ds [M, H, S, G], du [blocks of tokens, S, D]."""
-    M, D = x.shape
-    new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)
-    return [new(M, S, D, dtype=x.dtype), new(M, H, S), new(M, G, D, dtype=x.dtype), new(M, H, G), new(M, H, S, G, dtype=x.dtype),
-            new(-(-M // _query_block(M)), S, D)]
+def _backward_buffers(M: int, D: int, S: int, H: int, dtype) -> list[tuple]:
+    """(shape, dtype, first, last) of what the sites of a backward pass share, from site `first` down to site `last`: delta [S / G, M, H, G],
+    ds [S / G, M, H, G, G], du [blocks of tokens, S, D], part [M, G, D], part_c [M, H, G], and the dh [M, G, D] of every group."""
+    groups, f = -(-S // G), torch.float32
+    inner = (groups - 1) * G - 1  # the last group has no later ones to pull from
+    return [((groups, M, H, G), f, S - 1, 0), ((groups, M, H, G, G), dtype, S - 1, 0), ((-(-M // _query_block(M)), S, D), f, S - 1, 0),
+            ((M, G, D), dtype, inner, 0), ((M, H, G), f, inner, 0),
+            *[((M, min(G, S - s0), D), dtype, min(s0 + G, S) - 1, s0) for s0 in range(0, S, G)]]
 
 
 def _query_block(M: int) -> int:
@@ -591,10 +609,10 @@ def read_op(source: Tensor, u: Tensor, u_hi: Tensor, u_lo: Tensor, v: Tensor, rs
     with _on(source):
         if s == s0 and s > 0:
             c = _inter_config(D, H)
-            tokens = max(1, min(16, M * H * c["CH"] // 8192))  # per program; u stays in registers
+            tokens = max(1, min(16, M * H // 2048))  # per program, which loads its u once
             forward_inter[(H * triton.cdiv(M, tokens),)](v, rstd, u_hi, u_lo, part, part_lse, M, S, s0, tokens, **c, BN=16,
-                                                         SPLIT=source.dtype != torch.float32, num_warps=c["CH"], num_stages=3)
-        forward_intra[(M,)](source, v, rstd, u, part, part_lse, out, lse, S, s, s0, eps, MERGE=s0 > 0, **_intra_config(D, H))
+                                                         SPLIT=source.dtype != torch.float32, num_warps=_inter_warps(c, source.dtype), num_stages=3)
+        forward_intra[(M,)](source, v, rstd, u, part, part_lse, out, lse, M, S, s, s0, eps, MERGE=s0 > 0, **_intra_config(D, H))
     return out
 
 
@@ -603,22 +621,33 @@ def _(source, u, u_hi, u_lo, v, rstd, lse, part, part_lse, s, H, eps):
     return torch.empty_like(source)
 
 
-@torch.library.custom_op("depth_routing::read_backward", mutates_args={"do", "delta", "part", "part_c", "ds", "du"})
-def read_backward_op(dh: Tensor, h: Tensor, end: Tensor, u: Tensor, u_hi: Tensor, u_lo: Tensor, v: Tensor, rstd: Tensor, lse: Tensor, do: Tensor,
-                     delta: Tensor, part: Tensor, part_c: Tensor, ds: Tensor, du: Tensor, s: int, H: int) -> tuple[Tensor, Tensor, Tensor]:
-    (M, D), S = dh.shape, v.shape[1]
+@torch.library.custom_op("depth_routing::scratch", mutates_args=())
+def scratch_op(after: Tensor, size: list[int], dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory, made no earlier than `after`: torch.compile would make a torch.empty of the backward when the backward starts."""
+    return torch.empty(size, dtype=dtype, device=after.device)
+
+
+@scratch_op.register_fake
+def _(after, size, dtype):
+    return after.new_empty(size, dtype=dtype)
+
+
+@torch.library.custom_op("depth_routing::read_backward", mutates_args={"delta", "ds", "du", "part", "part_c", "dh"})
+def read_backward_op(dout: Tensor, h: Tensor, end: Tensor, u: Tensor, u_hi: Tensor, u_lo: Tensor, v: Tensor, rstd: Tensor, lse: Tensor, delta: Tensor,
+                     ds: Tensor, du: Tensor, part: Tensor, part_c: Tensor, dh: Tensor, later: list[Tensor], s: int, H: int) -> tuple[Tensor, Tensor, Tensor]:
+    (M, D), S = dout.shape, v.shape[1]
     s0, e0 = s // G * G, min(s // G * G + G, S)
-    dv, end_out = torch.empty_like(dh), torch.empty_like(end)
+    dv, end_out = torch.empty_like(dout), torch.empty_like(end)
     c = _inter_config(D, H)
-    with _on(dh):
-        if s == e0 - 1 and e0 < S:
-            backward_inter[(H * triton.cdiv(M, 2),)](v, rstd, u_hi, u_lo, do, lse, delta, part, part_c, ds, end, M, S, s0, e0, **c, BN=16,
-                                                           SPLIT=dh.dtype != torch.float32, num_warps=c["CH"], num_stages=2)
-        backward_intra[(M,)](v, rstd, u, dh, h, do, lse, delta, part, part_c, ds, dv, end, end_out, S, s, s0, e0, MERGE=e0 < S, **_intra_config(D, H))
+    with _on(dout):
+        if s == e0 - 1 and later:
+            padded = tuple(later) + (later[-1],) * (triton.next_power_of_2(len(later)) - len(later))
+            backward_inter[(H * triton.cdiv(M, 2),)](v, rstd, u_hi, u_lo, padded, lse, delta, part, part_c, ds, end, M, S, s0, e0, **c, BN=16,
+                                                     SPLIT=dout.dtype != torch.float32, num_warps=_inter_warps(c, dout.dtype), num_stages=2)
+        backward_intra[(M,)](v, rstd, u, dout, h, dh, lse, delta, part, part_c, ds, dv, end, end_out, M, S, s, s0, e0, MERGE=e0 < S, **_intra_config(D, H))
         if s == s0:
-            block = _query_block(M)
             bj = 64 if S - s0 > 32 else 32
-            backward_query[(triton.cdiv(S - s0, bj), H * c["CH"], du.shape[0])](v, ds, du, end_out, M, S, s0, e0, block, **c, BJ=bj, BM=8, num_warps=4, num_stages=2)
+            backward_query[(triton.cdiv(S - s0, bj), H * c["CH"], du.shape[0])](v, ds, du, end_out, M, S, s0, e0, _query_block(M), **c, BJ=bj, BM=8, num_warps=4, num_stages=2)
     if s > 0:
         return dv, end_out, du.new_empty(0)
     sites = torch.arange(S, device=du.device)[:, None]
@@ -626,38 +655,46 @@ def read_backward_op(dh: Tensor, h: Tensor, end: Tensor, u: Tensor, u_hi: Tensor
 
 
 @read_backward_op.register_fake
-def _(dh, h, end, u, u_hi, u_lo, v, rstd, lse, do, delta, part, part_c, ds, du, s, H):
-    return torch.empty_like(dh), torch.empty_like(end), du.new_empty(u.shape if s == 0 else 0)
+def _(dout, h, end, u, u_hi, u_lo, v, rstd, lse, delta, ds, du, part, part_c, dh, later, s, H):
+    return torch.empty_like(dout), torch.empty_like(end), du.new_empty(u.shape if s == 0 else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------------
 # Autograd.
 
 class _Read(torch.autograd.Function):
-    """One site. The chain's buffers are plain tensors on ctx, not saved tensors: later sites write other rows of them.
+    """One site. The forward's buffers are plain tensors on ctx, not saved tensors: later sites write other rows of them.
 
-    `token` links the sites: a site's backward must run before those of all earlier sites, also where a sublayer in between passes no gradient
-    or where what a site returned was not used. Its gradient carries one number, `end`: one past the last site of this backward pass."""
+    `links` chain the sites: empty tensors that go from site to site, so that a site's backward runs before those of all earlier sites, also where
+    a sublayer in between passes no gradient, or where what a site returned was not used. Their gradients carry what the backward of the later
+    sites has to tell: `end`, one past the last site of this backward pass, and the buffers of _backward_buffers, each made when it is first
+    needed, so that they grow as the activations go."""
 
     @staticmethod
-    def forward(ctx, source, u, token, u_hi, u_lo, v, rstd, lse, part, part_lse, s, H, eps, *back):
+    def forward(ctx, source, u, u_hi, u_lo, v, rstd, lse, part, part_lse, s, H, eps, *links):
+        ctx.set_materialize_grads(False)
         x = source.detach().reshape(-1, source.shape[-1]).contiguous()
         h = read_op(x, u.detach(), u_hi, u_lo, v, rstd, lse, part, part_lse, s, H, eps)
         ctx.save_for_backward(h)
-        ctx.chain = (u.detach(), u_hi, u_lo, v, rstd, lse), back, s, H, source.shape
-        return h.view(source.shape), token.new_empty(1)
+        ctx.chain = (u.detach(), u_hi, u_lo, v, rstd, lse), s, H, source.shape
+        return h.view(source.shape), *[link.new_empty(1).expand(link.shape) for link in links]
 
     @staticmethod
-    def backward(ctx, dh, end):
-        chain, back, s, H, shape = ctx.chain
+    def backward(ctx, dout, end, *state):
+        chain, s, H, shape = ctx.chain
         h, = ctx.saved_tensors
-        buffers = back
-        if len(back) == 1:  # outside torch.compile the backward's buffers are made when the backward starts, and freed at its end
-            lazy, = back
-            buffers = list(lazy) or _backward_buffers(h, chain[3].shape[1], H)
-            lazy[:] = buffers if s > 0 else []
-        dv, end, du = read_backward_op(dh.reshape(h.shape).contiguous(), h, end, *chain, *buffers, s, H)
-        return dv.view(shape), (du if s == 0 else None), end, *[None] * (10 + len(back))
+        (M, D), S, g = h.shape, chain[3].shape[1], s // G
+        dout = torch.zeros_like(h) if dout is None else dout.reshape(h.shape).contiguous()
+        end = torch.zeros(1, device=h.device) if end is None else end
+        state = list(state)
+        for i, (size, dtype, first, last) in enumerate(_backward_buffers(M, D, S, H, h.dtype)):
+            if s == first or last <= s < first and state[i] is None:
+                state[i] = scratch_op(dout, size, dtype)
+        delta, ds, du, part, part_c, *groups = state
+        if part is None or s >= (S - 1) // G * G:
+            part, part_c = h.new_empty(0), delta.new_empty(0)
+        dv, end, du = read_backward_op(dout, h, end, *chain, delta, ds, du, part, part_c, groups[g], [x for x in groups[g + 1:] if x is not None], s, H)
+        return dv.view(shape), (du if s == 0 else None), *[None] * 10, end, *state
 
 
 class FusedRouter:
@@ -682,13 +719,13 @@ class FusedRouter:
         self.u_hi_lo = _split(self.u.detach(), x.dtype)
         flat = x.detach().reshape(-1, D)
         self.buffers = _forward_buffers(flat, S, n_heads)
-        self.back = _backward_buffers(flat, S, n_heads) if torch.compiler.is_compiling() else [[]]
-        self.token = x.new_zeros(1, dtype=torch.float32)
+        shapes = [((1,), torch.float32), *_backward_buffers(*flat.shape, S, n_heads, x.dtype)]
+        self.links = [torch.empty(1, dtype=dtype, device=x.device).expand(size) for size, dtype, *_ in shapes]
         self.source, self.site, self.mix = x, 0, None
 
     def read(self) -> Tensor:
         if self.mix is None:
-            self.mix, self.token = _Read.apply(self.source, self.u, self.token, *self.u_hi_lo, *self.buffers, self.site, self.H, self.eps, *self.back)
+            self.mix, *self.links = _Read.apply(self.source, self.u, *self.u_hi_lo, *self.buffers, self.site, self.H, self.eps, *self.links)
         return self.mix
 
     def output(self) -> Tensor:
