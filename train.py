@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # CPU threads that wait sleep: spinning, they slow a busy machine tenfold
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -197,6 +198,20 @@ def load_model(path, device, dtype=None, weights="raw", kernel="auto"):
     model.to_empty(device=device)
     load_weights(model, ckpt, name)
     return model.eval().requires_grad_(False), meta
+
+
+def start_from(path, config, origins):
+    """(checkpoint, its meta, the GPTConfig that continues it) for --init_from. What no config file and no flag sets is the checkpoint's, and what
+    they set must be what it has, or a model of the same shapes would compute something else; but for the context and the initialisation."""
+    ckpt = find_checkpoint(path)
+    if ckpt is None:
+        raise UserError(f"--init_from={path} is not a checkpoint: give a folder with meta.json, or a run's folder with `latest`; convert_8b.py import makes one of a Hugging Face model")
+    meta = read_meta(ckpt)
+    then = {k: v for k, v in meta["model_config"].items() if k not in ("block_size", "route_init") or origins[k] == "default"}
+    other = [f"{k}={getattr(config, k)} ({origins[k]}), {v} in {ckpt}" for k, v in then.items() if origins[k] != "default" and getattr(config, k) != v]
+    if other:
+        raise UserError(f"--init_from={path} is another model: {'; '.join(other[:4])}; leave these settings away, they come with the checkpoint")
+    return ckpt, meta, replace(config, **then)
 
 
 def optimizer_tensors(model, optimizer):
@@ -413,6 +428,7 @@ def main():
         )
     if cfg.parallel == "fsdp" and not distributed:
         raise UserError("--parallel=fsdp shares the model out to the ranks of torchrun: start it with torchrun --nproc_per_node=GPUS train.py ..., or leave it away")
+    base, base_meta, config = start_from(cfg.init_from, config, origins) if cfg.init_from else (None, {}, config)
     micro_steps = cfg.global_batch_size // (cfg.batch_size * world)
     tokens_per_step = cfg.global_batch_size * config.block_size
 
@@ -425,6 +441,8 @@ def main():
         needed = max(b.header["vocab"], b.header["largest_id"] + 1)
         if config.vocab_size is not None and config.vocab_size < needed:
             raise UserError(f"{b.path} has token ids that need {needed} model rows, vocab_size={config.vocab_size}: leave --vocab_size away or raise it")
+    if base and base_meta["data"]["tokenizer"] not in (None, train_bin.header["tokenizer"]):
+        raise UserError(f"{base} knows the ids of tokenizer {base_meta['data']['tokenizer']}, {train_bin.path} has those of {train_bin.header['tokenizer']}: make the dataset with --tokenizer={base_meta['data']['tokenizer']}")
     if config.vocab_size is None:
         config = replace(config, vocab_size=train_bin.header["vocab"])
     windows = TrainWindows(train_bin, config.block_size, cfg.seed)
@@ -476,11 +494,8 @@ def main():
         shard(model, dtype)
     model.to_empty(device=device)
     model.grad_checkpoint = cfg.grad_checkpoint
-    weights_from = ckpt or (find_checkpoint(cfg.init_from) if cfg.init_from else None)
-    if cfg.init_from and weights_from is None:
-        raise UserError(f"--init_from={cfg.init_from} is not a checkpoint: give a folder with meta.json, or a run's folder with `latest`")
-    if weights_from:
-        load_weights(model, weights_from)
+    if ckpt or base:
+        load_weights(model, ckpt or base)
     else:
         model.init_weights(cfg.seed)
     ema = {name: p.detach().float().clone() for name, p in model.named_parameters()} if cfg.ema_decay else {}
@@ -594,7 +609,8 @@ def main():
         epoch, window = windows.position(first)
         meta = {"step": step, "model_config": asdict(config), "train_config": asdict(cfg) | {"out_dir": str(out_dir)}, "params": counts,
                 "data": {"dataset": str(cfg.dataset), "sha256": train_bin.header["sha256"], "tokenizer": train_bin.header["tokenizer"], "epoch": epoch, "window": window},
-                "rng": {"seed": cfg.seed, "note": "a step draws no random numbers; weights and data order follow the seed"}}  # fmt: skip
+                "rng": {"seed": cfg.seed, "note": "a step draws no random numbers; weights and data order follow the seed"},
+                "origin": base_meta.get("origin")}  # fmt: skip
         checkpointer.save(meta, model, ema, optimizer)
 
     stop = []  # signals received; the run ends after the step at hand, with a checkpoint
@@ -625,7 +641,7 @@ def main():
         grad_norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf))
         bad_step = torch.where((bad_step == 0) & ~torch.isfinite(grad_norm + loss), step + 1, bad_step)
         evaluating = (step + 1) % cfg.eval_interval == 0 or step + 1 == cfg.max_steps
-        route_norms = {f"{n}_grad_norm": full(getattr(model.residual, n).grad.norm()) for n in ("query", "gate") if hasattr(model.residual, n)} if evaluating else {}
+        route_norms = {f"{n}_grad_norm": full(getattr(model.residual, n).grad.norm()) for n in ("query", "null_source", "gate") if hasattr(model.residual, n)} if evaluating else {}
         optimizer.step()
         if not graphed:  # a graph's first micro-step overwrites them
             optimizer.zero_grad(set_to_none=True)

@@ -366,7 +366,7 @@ def test_a_folder_that_holds_another_run(dataset, tmp_path):
     wrong(["another run", "learning_rate=0.003 there", "--out_dir="], "--max_steps=2", "--learning_rate=1e-3", f"--out_dir={tmp_path}/a", dataset=dataset)
     wrong(["another run", "residual=mhar there, residual=hc here"], "--max_steps=2", "--residual=hc", f"--out_dir={tmp_path}/a", dataset=dataset)
     wrong(["--resume=never"], "--max_steps=2", "--resume=never", f"--out_dir={tmp_path}/a", dataset=dataset)
-    wrong(["does not fit this model", "of another shape"], f"--init_from={tmp_path}/a", "--ffn_dim=64", f"--out_dir={tmp_path}/b", dataset=dataset)
+    wrong(["is another model", "ffn_dim=64 (flag), 48 in"], f"--init_from={tmp_path}/a", "--ffn_dim=64", f"--out_dir={tmp_path}/b", dataset=dataset)
     shutil.rmtree(tmp_path / "a/step_00000002")
     (tmp_path / "a/latest").unlink()  # died before its first checkpoint: the log alone says whose folder it is
     wrong(["another run", "n_layer=2 there"], "--max_steps=2", "--n_layer=3", f"--out_dir={tmp_path}/a", dataset=dataset)
