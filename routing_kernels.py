@@ -867,6 +867,11 @@ def kernel_support(device, dtype, D: int, H: int, S: int) -> str | None:
         return f"route_heads={H} does not divide the width {D}"
     if H > MAX_HEADS:
         return f"at most {MAX_HEADS} routing heads, not {H}"
+    width = D // H
+    if not INTERPRETED and width > 160:  # the tiles of backward_inter: u, its low part, dh of two tokens and the sources, 16 rows each
+        need, limit = width * (280 if dtype == torch.float32 else 170) + 2048, torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        if need > limit:
+            return f"a routing head {width} wide needs {need} bytes of shared memory in {dtype}, this GPU has {limit}: take more route_heads"
     if S > MAX_SITES:
         return f"at most {MAX_SITES} sources, not {S}"
     return None
