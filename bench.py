@@ -1,0 +1,550 @@
+"""Tables 4 and 5 of the paper on your GPU: what depth routing costs alone, and what it costs a whole training step.
+
+    python bench.py                                            # everything; compiles for long, so parts can be run one by one:
+    python bench.py --part=routing --scale=350M                # routing of one micro-batch: eager, torch.compile, the paper's algorithm, ours, peers
+    python bench.py --part=step --scale=1B --method=baseline,mhar
+    python bench.py --part=step --scale=100M --batch=fill      # the largest batch that fits, instead of the paper's
+    python bench.py --scale=toy                                # on a CPU: does it run?
+
+Results are kept in --out (default out/bench.json); runs on the same GPU merge there, and the tables show all of them. H = 8 but for attnres and the peers (H = 1).
+Routing: milliseconds of all sites of one micro-batch, forward + backward, bf16. Methods that work site by site (all but ours) are timed at some
+numbers of sources N and summed over N = 1..S by linear interpolation; `+ adds` is what autograd then needs to add up their source gradients,
+one tensor per source and site. Floor: the bytes that our scheme has to move, at the bandwidth measured by a large copy.
+Step: forward, backward, clipping and fused AdamW of the whole compiled model, forward and backward replayed as one CUDA graph.
+"""
+import argparse
+import gc
+import json
+import math
+import os
+import statistics
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+import routing_kernels as rk
+from configurator import UserError, cli
+from model import GPT, GPTConfig, choose_kernel, peak_flops
+from routing_kernels import FusedDeltaRouter, FusedRouter, route_reference
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+KERNELS = triton is not None and (CUDA or rk.INTERPRETED)
+EPS = 1e-6
+SCALES = {  # layers, width, heads, kv heads, ffn; context and the paper's sequences per GPU; the paper's tokens in Table 5
+    "100M": (12, 512, 8, 4, 1536, 2048, 8, 4096),
+    "350M": (24, 1024, 16, 8, 4096, 1024, 4, 1024),
+    "1B": (36, 1280, 16, 8, 5120, 1024, 4, 1024),
+    "8B": (32, 4096, 32, 8, 14336, 4096, 2, 8192),  # delta routing, routing part only
+    "toy": (5, 32, 2, 1, 48, 16, 1, 4),
+}
+VOCAB = {"toy": 320}
+PAPER_ROUTING = {"torch.compile": {"100M": 30.2, "350M": 53.1, "1B": 153.2, "8B": 651}, "the paper's algorithm": {"100M": 5.7, "350M": 11.4, "1B": 42.4, "8B": 323}}
+PAPER_STEP = {  # ratio to the baseline's tokens per second, peak GB; an H100, uncompiled baseline at 113.9k / 45.0k / 19.7k tokens per second
+    "baseline": {"100M": (1.0, 41.5), "350M": (1.0, 19.4), "1B": (1.0, 19.0)},
+    "mhar-torch": {"100M": (0.54, 52.4), "350M": (0.32, 40.1), "1B": (0.23, 47.5)},
+    "mhar": {"100M": (0.88, 42.0), "350M": (0.71, 20.0), "1B": (0.55, 20.1)},
+}
+ROUTING_METHODS = ["eager", "torch.compile", "the paper's algorithm", "fla (H=1)", "liger (H=1)", "ours"]
+STEP_METHODS = ["baseline", "hc", "mhar-torch", "mhar", "attnres"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The paper's kernels (its appendix E, own code): every site reads all its sources, keeps fp32 weights, and in backward reads
+# the sources twice and adds to one fp32 gradient row per source.
+# ----------------------------------------------------------------------------------------------------------------------
+@rk.jit
+def per_site_forward(V, QUERY, NORM, OUT, WEIGHTS, M, N, eps, H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
+    m = tl.program_id(0).to(tl.int64)
+    h, k = tl.arange(0, HP), tl.arange(0, KP)
+    ok = (h < H)[:, None] & (k < K)[None, :]
+    col = h[:, None] * K + k[None, :]
+    u = tl.load(QUERY + col, mask=ok, other=0.0).to(tl.float32) * tl.load(NORM + col, mask=ok, other=0.0).to(tl.float32)
+    top = tl.full([HP], float("-inf"), tl.float32)
+    den = tl.zeros([HP], tl.float32)
+    acc = tl.zeros([HP, KP], tl.float32)
+    for i in range(N):
+        v = tl.load(V + (i * M + m) * H * K + col, mask=ok, other=0.0).to(tl.float32)
+        logit = tl.sum(v * u, 1) * tl.rsqrt(tl.sum(v * v) / (H * K) + eps)
+        tl.store(WEIGHTS + (i * M + m) * H + h, logit, mask=h < H)
+        new = tl.maximum(top, logit)
+        scale, p = tl.exp(top - new), tl.exp(logit - new)
+        acc = acc * scale[:, None] + p[:, None] * v
+        den = den * scale + p
+        top = new
+    tl.store(OUT + m * H * K + col, (acc / den[:, None]).to(OUT.dtype.element_ty), mask=ok)
+    for i in range(N):
+        at = WEIGHTS + (i * M + m) * H + h
+        tl.store(at, tl.exp(tl.load(at, mask=h < H, other=0.0) - top) / den, mask=h < H)
+
+
+@rk.jit
+def per_site_backward(V, WEIGHTS, DOUT, QUERY, NORM, DV, DQUERY, DNORM, M, N, eps, FRESH, H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
+    m = tl.program_id(0).to(tl.int64)
+    h, k = tl.arange(0, HP), tl.arange(0, KP)
+    ok = (h < H)[:, None] & (k < K)[None, :]
+    col = h[:, None] * K + k[None, :]
+    query = tl.load(QUERY + col, mask=ok, other=0.0).to(tl.float32)
+    norm = tl.load(NORM + col, mask=ok, other=0.0).to(tl.float32)
+    dout = tl.load(DOUT + m * H * K + col, mask=ok, other=0.0).to(tl.float32)
+    mean = tl.zeros([HP], tl.float32)
+    for i in range(N):
+        v = tl.load(V + (i * M + m) * H * K + col, mask=ok, other=0.0).to(tl.float32)
+        mean += tl.load(WEIGHTS + (i * M + m) * H + h, mask=h < H, other=0.0) * tl.sum(dout * v, 1)
+    du = tl.zeros([HP, KP], tl.float32)
+    for i in range(N):
+        v = tl.load(V + (i * M + m) * H * K + col, mask=ok, other=0.0).to(tl.float32)
+        p = tl.load(WEIGHTS + (i * M + m) * H + h, mask=h < H, other=0.0)
+        r = tl.rsqrt(tl.sum(v * v) / (H * K) + eps)
+        ds = p * (tl.sum(dout * v, 1) - mean)
+        dkey = ds[:, None] * query * norm
+        dv = p[:, None] * dout + r * dkey - r * r * r / (H * K) * tl.sum(dkey * v) * v
+        du += ds[:, None] * v * r
+        at = DV + (i * M + m) * H * K + col
+        if i < N - FRESH:  # the newest source has no gradient of later sites yet when this is the chain's last site
+            dv += tl.load(at, mask=ok, other=0.0)
+        tl.store(at, dv, mask=ok)
+    tl.store(DQUERY + m * H * K + col, du * norm, mask=ok)
+    tl.store(DNORM + m * H * K + col, du * query, mask=ok)
+
+
+class PerSite:
+    """The paper's algorithm over one stack of sources [S, M, D]."""
+
+    def __init__(self, v, H):
+        (S, self.M, self.D), self.v, self.H = v.shape, v, H
+        new = lambda *shape: torch.zeros(shape, device=v.device)
+        self.weights, self.dv, self.dquery, self.dnorm = new(S, self.M, H), new(S, self.M, self.D), new(self.M, self.D), new(self.M, self.D)
+        self.config = dict(H=H, HP=triton.next_power_of_2(H), K=self.D // H, KP=triton.next_power_of_2(self.D // H))
+        self.config["num_warps"] = min(8, max(2, self.config["HP"] * self.config["KP"] // 512))
+
+    def forward(self, n, query, norm):
+        out = torch.empty_like(self.v[0])
+        per_site_forward[(self.M,)](self.v, query, norm, out, self.weights, self.M, n, EPS, **self.config)
+        return out
+
+    def backward(self, n, query, norm, dout, fresh=0):
+        per_site_backward[(self.M,)](self.v, self.weights, dout, query, norm, self.dv, self.dquery, self.dnorm, self.M, n, EPS, fresh, **self.config)
+        return self.dquery.sum(0), self.dnorm.sum(0), self.dv[n - 1].to(self.v.dtype)
+
+    def check(self):
+        """Against the reference, before anything is timed."""
+        n = min(5, len(self.v))
+        query, norm, dout = torch.randn(self.D, device=self.v.device) / 8, 1 + 0.1 * torch.randn(self.D, device=self.v.device), torch.randn_like(self.v[0])
+        leaves = [*(x.double().requires_grad_() for x in self.v[:n]), query.double().requires_grad_(), norm.double().requires_grad_()]
+        out = route_reference(leaves[:n], *leaves[n:], self.H, EPS)[0]
+        *dv, dquery, dnorm = torch.autograd.grad(out, leaves, dout.double())
+        ours = [self.forward(n, query, norm), *self.backward(n, query, norm, dout, fresh=n)[:2], self.dv[:n]]
+        for a, b in zip(ours, [out, dquery, dnorm, torch.stack(dv)]):
+            error = ((a.double() - b).norm() / b.norm()).item()
+            assert error < (1e-2 if self.v.dtype == torch.bfloat16 else 1e-4), f"the per-site kernels err by {error:.1e}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Timing.
+# ----------------------------------------------------------------------------------------------------------------------
+def say(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+def milliseconds(call, repeats=7):
+    """Median over repeats of a CUDA-graph replay (on a CPU: of the call itself), in ms."""
+    if not CUDA:
+        call()
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(), call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        keep = call()
+    times = []
+    for _ in range(repeats + 1):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    del keep
+    return statistics.median(times[1:])
+
+
+def bandwidth():
+    """Bytes per ms that a large copy moves, read plus written."""
+    x = torch.empty(1 << (28 if CUDA else 20), device=DEVICE, dtype=torch.float32)
+    y = torch.empty_like(x)
+    return 2 * x.numel() * 4 / milliseconds(lambda: y.copy_(x))
+
+
+def floor_rows(S):
+    """Rows [M, D] that the two-phase scheme moves for S sites with groups of G, forward and backward, statistics left out."""
+    G, groups = rk.G, range(0, S, rk.G)
+    size = {s0: min(G, S - s0) for s0 in groups}
+    inside = sum(n * (n - 1) // 2 for n in size.values())
+    forward = sum(s0 for s0 in groups) + 2 * (S - size[0]) + 3 * S + inside  # older sources, partials written and read, source in and stored, h out
+    later = [s0 for s0 in groups if s0 + G < S]
+    backward = sum(S - s0 - G for s0 in later) + 3 * G * len(later) + 5 * S + inside + S  # later dh, sources, partials; dh in and kept, h, v, dv; du
+    return forward, backward
+
+
+def interpolated(points, S):
+    """Sum over N = 1..S of the piecewise linear function through {N: ms}."""
+    xs = sorted(points)
+    total = 0.0
+    for n in range(1, S + 1):
+        i = max(1, min(len(xs) - 1, next((i for i, x in enumerate(xs) if x >= n), len(xs) - 1)))
+        (a, b) = (xs[i - 1], xs[i]) if len(xs) > 1 else (xs[0], xs[0] + 1)
+        total += points[a] + (points.get(b, points[a]) - points[a]) * (n - a) / (b - a)
+    return total
+
+
+def samples(S, coarse):
+    return sorted({n for n in ((2, S // 2) if coarse else (1, 2, 4, 8, 16, 32, 48)) if 1 <= n < S} | {S})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Routing alone.
+# ----------------------------------------------------------------------------------------------------------------------
+def eager_route(sources, query, norm, H):
+    v = torch.stack(sources)
+    keys = F.rms_norm(v, v.shape[-1:], norm, EPS).unflatten(-1, (H, -1))
+    weights = torch.einsum("hk,nmhk->nmh", query.view(H, -1), keys).softmax(0, dtype=torch.float32).to(v.dtype)
+    return torch.einsum("nmh,nmhk->mhk", weights, v.unflatten(-1, (H, -1))).flatten(-2)
+
+
+def peer(method):
+    if method == "eager":
+        return eager_route
+    if method == "torch.compile":
+        torch._dynamo.reset()
+        torch._dynamo.config.recompile_limit = 64
+        return torch.compile(eager_route, dynamic=False, fullgraph=True)
+    if method.startswith("fla"):
+        os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")  # otherwise its entry point breaks graphs
+        from fla.ops.attnres import fused_attnres
+        return lambda sources, query, norm, H: fused_attnres(query, list(sources), norm, rms_eps=EPS)
+    from liger_kernel.ops.attn_res import LigerAttnResFunction
+    return lambda sources, query, norm, H: LigerAttnResFunction.apply(torch.stack(sources), query, norm, EPS)
+
+
+def time_peer(method, S, M, D, H):
+    """{"forward", "backward", "adds"} in ms of one micro-batch."""
+    route = peer(method)
+    sources = [torch.randn(M, D, device=DEVICE, dtype=DTYPE).requires_grad_() for _ in range(S)]
+    query, norm = (torch.randn(D, device=DEVICE, dtype=DTYPE) / 8).requires_grad_(), torch.ones(D, device=DEVICE, dtype=DTYPE).requires_grad_()
+    dout, forward, both = torch.randn(M, D, device=DEVICE, dtype=DTYPE), {}, {}
+    for n in samples(S, coarse=method == "torch.compile"):
+        forward[n] = milliseconds(lambda: route(sources[:n], query, norm, H))
+        both[n] = milliseconds(lambda: torch.autograd.grad(route(sources[:n], query, norm, H), [*sources[:n], query, norm], dout))
+    gradients = [torch.zeros_like(dout) for _ in range(min(S, 16))]
+    add = milliseconds(lambda: [g.add_(s) for g, s in zip(gradients, sources)]) / len(gradients)
+    return dict(forward=interpolated(forward, S), backward=interpolated(both, S) - interpolated(forward, S), adds=add * S * (S - 1) / 2)
+
+
+def time_per_site(S, M, D, H):
+    if not KERNELS:
+        raise ImportError("Triton kernels need a GPU")
+    chain = PerSite(torch.randn(S, M, D, device=DEVICE, dtype=DTYPE), H)
+    chain.check()
+    query, norm, dout = torch.randn(D, device=DEVICE, dtype=DTYPE) / 8, torch.ones(D, device=DEVICE, dtype=DTYPE), torch.randn(M, D, device=DEVICE, dtype=DTYPE)
+    source = torch.randn_like(dout)
+
+    def forward():
+        for s in range(S):
+            chain.v[s].copy_(source)  # into the shared buffer
+            chain.forward(s + 1, query, norm)
+
+    def backward():
+        for s in reversed(range(S)):
+            chain.backward(s + 1, query, norm, dout, fresh=S if s == S - 1 else 0)
+
+    return dict(forward=milliseconds(forward), backward=milliseconds(backward))
+
+
+def time_ours(S, M, D, H):
+    if not KERNELS:
+        raise ImportError("Triton kernels need a GPU")
+    leaf = lambda *shape, scale=1.0: (torch.randn(*shape, device=DEVICE, dtype=DTYPE) * scale).requires_grad_()
+    sources, query, norm = [leaf(M, D) for _ in range(S)], leaf(S, D, scale=1 / 8), leaf(S, D)
+    douts = [torch.randn(M, D, device=DEVICE, dtype=DTYPE) for _ in range(S)]
+
+    def forward():
+        router = FusedRouter(sources[0], query, norm, H, EPS)
+        reads = [router.read()]
+        for f in sources[1:]:
+            router.write(f)
+            reads.append(router.read())
+        return reads
+
+    with torch.no_grad():
+        alone = milliseconds(forward)
+    both = milliseconds(lambda: torch.autograd.grad(forward(), [*sources, query, norm], douts))
+    return dict(forward=alone, backward=both - alone)
+
+
+def time_delta(fused, M, D, H, layers, blocks=8):
+    """Delta routing over the whole depth, sublayers replaced by the identity on a detached read; the stream's additions included."""
+    S, block = 2 * layers, 2 * layers // blocks
+    if fused and not KERNELS:
+        raise ImportError("Triton kernels need a GPU")
+    leaf = lambda *shape, scale=1.0: (torch.randn(*shape, device=DEVICE, dtype=DTYPE) * scale).requires_grad_()
+    x, query, norm, null, gate = leaf(M, D), leaf(S, D, scale=D**-0.5), leaf(S, D), leaf(S, D), leaf(S)
+    f, dout = torch.randn(M, D, device=DEVICE, dtype=DTYPE), torch.randn(M, D, device=DEVICE, dtype=DTYPE)
+    route = lambda *a: torch.utils.checkpoint.checkpoint(route_reference_mix, *a, use_reentrant=False)
+
+    def forward():
+        reads = []
+        if fused:
+            router = FusedDeltaRouter(x, query, norm, null, gate, H, block, EPS)
+            for _ in range(S):
+                reads.append(router.read())
+                router.write(f)
+            return reads
+        y, start, sources = x, x, [x]
+        for s in range(S):
+            reads.append(y + gate[s] * route(null[s].expand_as(y), query[s], norm[s], H, *sources))
+            y = y + f
+            if (s + 1) % block == 0:
+                sources, start = [*sources, y - start], y
+        return reads
+
+    with torch.no_grad():
+        alone = milliseconds(forward, repeats=3)
+    both = milliseconds(lambda: torch.autograd.grad(forward(), [x, query, norm, null, gate], [dout] * S), repeats=3)
+    return dict(forward=alone, backward=both - alone)
+
+
+def route_reference_mix(null, query, norm, H, *sources):
+    return eager_route([null, *sources], query, norm, H)
+
+
+def routing(scale, methods, batch):
+    """{method: {"forward", "backward", ...}} at one scale; the paper's tokens, or with batch=fill those of its training step."""
+    layers, D, _, _, _, T, B, M = SCALES[scale]
+    M, H, S = B * T if batch == "fill" else M, min(8, D // 16), 2 * layers + 1
+    results = {"shape": dict(S=S, M=M, D=D, H=H)}
+    for method in methods:
+        say(f"routing {scale} {method} ...")
+        try:
+            if scale == "8B":
+                if method not in ("eager", "ours"):
+                    continue
+                results[method] = time_delta(method == "ours", M, D, H, layers)
+            elif method == "ours":
+                results[method] = time_ours(S, M, D, H)
+            elif method == "the paper's algorithm":
+                results[method] = time_per_site(S, M, D, H)
+            else:
+                results[method] = time_peer(method, S, M, D, 1 if "H=1" in method else H)
+        except ImportError as e:
+            results[method] = dict(note=f"not run: {e}")
+        except torch.cuda.OutOfMemoryError:
+            results[method] = dict(note="out of memory")
+        gc.collect()
+        if CUDA:
+            torch.cuda.empty_cache()
+    if scale != "8B":
+        speed = bandwidth()
+        forward, backward = (rows * M * D * DTYPE.itemsize / speed for rows in floor_rows(S))
+        results["floor of our scheme"] = dict(forward=forward, backward=backward)
+    return results
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whole training steps.
+# ----------------------------------------------------------------------------------------------------------------------
+def step(scale, method, batch, B=None, param_dtype=torch.bfloat16):
+    """{"tokens_per_second", "ms", "peak_gb", "mfu", "batch"} of training at one scale."""
+    layers, D, heads, kv, ffn, T, paper_batch, _ = SCALES[scale]
+    if batch == "fill" and B is None:
+        return fill(scale, method, param_dtype)
+    B = B or paper_batch
+    residual = method.removesuffix("-torch")
+    config = GPTConfig(block_size=T, vocab_size=VOCAB.get(scale, 151936), n_layer=layers, n_embd=D, n_head=heads, n_kv_head=kv, ffn_dim=ffn, residual=residual,
+                       route_heads=1 if residual == "attnres" else min(8, D // 16))
+    kernel, why = choose_kernel("torch" if method.endswith("-torch") else "auto", config, torch.device(DEVICE), DTYPE)
+    if kernel == "torch" and method in ("mhar", "attnres") and CUDA:
+        raise ValueError(why)
+    model = GPT(config, kernel=kernel).to(DEVICE, param_dtype if CUDA else torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True, **(dict(capturable=True) if CUDA else {}))
+    forward = torch.compile(model, fullgraph=True, dynamic=False) if CUDA else model
+    idx, targets = (torch.randint(0, config.vocab_size, (B, T), device=DEVICE) for _ in range(2))
+    autocast = torch.autocast(DEVICE, DTYPE, enabled=CUDA and param_dtype == torch.float32)
+
+    def forward_backward():
+        with autocast:
+            loss = forward(idx, targets)[0]
+        loss.backward()
+        return loss
+
+    def update():
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    if CUDA:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                forward_backward()
+                optimizer.zero_grad(set_to_none=True)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = forward_backward()
+    times = []
+    for _ in range(14 if CUDA else 2):
+        if CUDA:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        if CUDA:
+            graph.replay()
+        else:
+            optimizer.zero_grad(set_to_none=True)
+            loss = forward_backward()
+        update()
+        if CUDA:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    ms, peak = statistics.median(times[2:] or times), peak_flops(DEVICE)
+    speed = B * T / ms * 1e3
+    if not math.isfinite(loss.item()):
+        raise FloatingPointError(f"{method} at {scale}: the loss is {loss.item()}")
+    return dict(ms=ms, tokens_per_second=speed, batch=B, peak_gb=torch.cuda.max_memory_allocated() / 1e9 if CUDA else None, mfu=speed * model.flops_per_token(T) / peak if peak else None)
+
+
+def fill(scale, method, param_dtype):
+    """The best of doubled batches until memory is full."""
+    best, B = None, SCALES[scale][6]
+    while True:
+        say(f"  {B} sequences ...")
+        try:
+            result = step(scale, method, "fill", B, param_dtype)
+        except torch.cuda.OutOfMemoryError:
+            return best
+        finally:
+            gc.collect()
+            if CUDA:
+                torch.cuda.empty_cache()
+                torch._dynamo.reset()
+        if best is not None and result["tokens_per_second"] < 1.01 * best["tokens_per_second"] or not CUDA:
+            return max(filter(None, (best, result)), key=lambda r: r["tokens_per_second"])
+        best, B = result, 2 * B
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tables.
+# ----------------------------------------------------------------------------------------------------------------------
+def table(title, rows):
+    print("\n" + title)
+    widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(str(cell).ljust(w) if i == 0 else str(cell).rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip())
+
+
+def report(results):
+    for key in sorted(k for k in results if k.startswith("routing ")):
+        _, scale, batch = key.split()
+        r, shape = results[key], results[key]["shape"]
+        floor = r.get("floor of our scheme")
+        rows = [["ms", "forward", "backward", "+ adds", "total", "of the floor", "vs the paper's algorithm", "paper (H100)"]]
+        total = lambda m: r[m]["forward"] + r[m]["backward"] + r[m].get("adds", 0.0)
+        for method in [m for m in ROUTING_METHODS + ["floor of our scheme"] if m in r]:
+            paper = PAPER_ROUTING.get("the paper's algorithm" if scale == "8B" and method == "ours" else method, {}).get(scale, "") if batch == "paper" else ""
+            if "note" in r[method]:
+                rows.append([method, r[method]["note"], "", "", "", "", "", paper])
+                continue
+            adds = r[method].get("adds")
+            share = f"{floor['forward'] / r[method]['forward']:.0%} + {floor['backward'] / r[method]['backward']:.0%}" if method == "ours" and floor else ""
+            base = r.get("the paper's algorithm", {"note": ""})
+            times = f"{total('the paper' + chr(39) + 's algorithm') / total(method):.1f}x" if "note" not in base else ""
+            rows.append([method, f"{r[method]['forward']:.2f}", f"{r[method]['backward']:.2f}", "" if adds is None else f"{adds:.2f}", f"{total(method):.2f}", share, times, paper])
+        table(f"Routing, {scale}{' (delta)' if scale == '8B' else ''}: S={shape['S']} M={shape['M']} D={shape['D']} H={shape['H']}   [Table 5]", rows)
+    for key in sorted(k for k in results if k.startswith("step ")):
+        _, scale, batch, precision = key.split()
+        r = results[key]
+        rows = [["", "tokens/s", "ms", "vs baseline", "peak GB", "vs baseline", "MFU", "sequences", "paper: vs baseline", "peak GB"]]
+        base = r.get("baseline", {})
+        for method in [m for m in STEP_METHODS if m in r]:
+            if "note" in r[method]:
+                rows.append([method, r[method]["note"], *[""] * 8])
+                continue
+            x = r[method]
+            ratio = lambda field: f"{x[field] / base[field]:.3f}" if base.get(field) and x.get(field) else ""
+            paper = PAPER_STEP.get(method, {}).get(scale, ("", "")) if batch == "paper" else ("", "")
+            rows.append([method, f"{x['tokens_per_second']:,.0f}", f"{x['ms']:.2f}", ratio("tokens_per_second"), f"{x['peak_gb']:.2f}" if x["peak_gb"] else "", ratio("peak_gb"),
+                         f"{x['mfu']:.3f}" if x["mfu"] else "n/a", x["batch"], *paper])
+        table(f"Training step, {scale}, {'the paper' + chr(39) + 's batch' if batch == 'paper' else 'the batch that fills the GPU'}, {precision} parameters   [Table 4]", rows)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", default="routing,step", help="routing, step, or both (default)")
+    parser.add_argument("--scale", default="100M,350M,1B,8B" if CUDA else "toy", help=f"comma list of {', '.join(SCALES)}; 8B is delta routing, without its training step")
+    parser.add_argument("--method", help=f"comma list; routing: {', '.join(ROUTING_METHODS)}; step: {', '.join(STEP_METHODS)}")
+    parser.add_argument("--batch", default="paper", choices=["paper", "fill"], help="paper: its tokens per GPU; fill: the training step's tokens for routing, the fastest batch that fits for steps")
+    parser.add_argument("--param_dtype", default="bfloat16", choices=["bfloat16", "float32"], help="float32: master weights with bf16 autocast, train.py's default")
+    parser.add_argument("--out", default="out/bench.json", help="results are merged into this file")
+    args = parser.parse_args()
+    for name, allowed in (("part", ["routing", "step"]), ("scale", list(SCALES)), ("method", ROUTING_METHODS + STEP_METHODS)):
+        for word in (getattr(args, name) or "").split(",") if getattr(args, name) else []:
+            if word not in allowed:
+                raise UserError(f"--{name}={word} is not known: choose among {', '.join(allowed)}")
+    gpu = torch.cuda.get_device_name() if CUDA else "CPU"
+    where = f"{gpu}, torch {torch.__version__}, triton {triton.__version__ if triton else 'not installed'}"
+    results = {"where": where}
+    if os.path.exists(args.out):
+        with open(args.out) as f:
+            results = json.load(f)
+        if results.get("where") != where:
+            raise UserError(f"{args.out} holds results of {results.get('where')}, this is {where}: give another --out")
+    say(where)
+    torch.set_float32_matmul_precision("high")
+    wanted = args.method.split(",") if args.method else ROUTING_METHODS + STEP_METHODS
+
+    def keep(key, values):
+        results.setdefault(key, {}).update(values)
+        os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
+        with open(args.out + ".new", "w") as f:
+            json.dump(results, f, indent=1)
+        os.replace(args.out + ".new", args.out)
+
+    for scale in args.scale.split(","):
+        if "routing" in args.part:
+            methods = [m for m in ROUTING_METHODS if m in wanted and (CUDA or m != "torch.compile")]
+            keep(f"routing {scale} {args.batch}", routing(scale, methods, args.batch))
+        if "step" in args.part and scale != "8B":
+            for method in [m for m in STEP_METHODS if m in wanted and (CUDA or not m.endswith("-torch"))]:
+                say(f"step {scale} {method} ...")
+                try:
+                    value = step(scale, method, args.batch, param_dtype=getattr(torch, args.param_dtype)) or dict(note="out of memory")
+                except torch.cuda.OutOfMemoryError:
+                    value = dict(note="out of memory")
+                keep(f"step {scale} {args.batch} {args.param_dtype if CUDA else 'float32'}", {method: value})
+                gc.collect()
+                if CUDA:
+                    torch.cuda.empty_cache()
+                    torch._dynamo.reset()
+    print(where)
+    report(results)
+
+
+if __name__ == "__main__":
+    cli(main)
