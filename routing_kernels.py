@@ -295,6 +295,7 @@ def forward_intra(X, V, R, U, PART, PART_LSE, OUT, LSE, M, S, s, s0, eps, H: tl.
     x = _row(X + m * D, col, k, K, W, live, "")
     u = _row(U + s * D, col, k, K, W, live, "")
     y = _row(V + s0 * D, col, k, K, W, live & (s0 < s), ".cg")
+    y_next = _row(V + (s0 + 1) * D, col, k, K, W, live & (s0 + 1 < s), ".cg")
     r_next = tl.load(R + s0, mask=s0 < s, other=0.0)
     if MERGE:
         lse = tl.load(PART_LSE + (m * H + h) * G + s - s0, mask=h_ok, other=0.0)
@@ -316,7 +317,8 @@ def forward_intra(X, V, R, U, PART, PART_LSE, OUT, LSE, M, S, s, s0, eps, H: tl.
     else:
         acc = _axpy(den, x, den * 0.0, x)
     for i in range(s0, s):
-        y_next, r_i = _row(V + (i + 1) * D, col, k, K, W, live & (i + 1 < s), ".cg"), r_next  # fetched while this row is used
+        y_after = _row(V + (i + 2) * D, col, k, K, W, live & (i + 2 < s), ".cg")  # the next two rows are fetched while this one is used
+        r_i = r_next
         r_next = tl.load(R + i + 1, mask=i + 1 < s, other=0.0)
         lg = _heads_dot(y, u) * r_i
         top_new = tl.maximum(top, lg)
@@ -324,7 +326,7 @@ def forward_intra(X, V, R, U, PART, PART_LSE, OUT, LSE, M, S, s, s0, eps, H: tl.
         den = den * scale + p
         top = top_new
         acc = _axpy(scale, acc, p, y)
-        y = y_next
+        y, y_next = y_next, y_after
     for q in tl.static_range(len(x)):
         tl.store(OUT + m * D + col + q * W, (acc[q] / den[:, None]).to(OUT.dtype.element_ty), mask=live & (q * W + k < K))
     tl.store(LSE + ((s0 // G * M + m) * H + h) * G + s - s0, top + tl.log(den), mask=h_ok)
@@ -356,6 +358,7 @@ def backward_intra(V, R, U, DOUT, HOUT, DH, LSE, DEL, PART, PART_C, DS, DV, END,
     mix = _row(HOUT + m * D, col, k, K, W, live, ".cg")
     u = _row(U + s * D, col, k, K, W, live, "")
     dh_next = _row(DH + (s + 1) * D, col, k, K, W, live & (s + 1 < last), ".cg")
+    dh_after = _row(DH + (s + 2) * D, col, k, K, W, live & (s + 2 < last), ".cg")
     lse_next = tl.load(LSE + s + 1, mask=h_ok & (s + 1 < last), other=0.0)
     delta_next = tl.load(DEL + s + 1, mask=h_ok & (s + 1 < last), other=0.0)
     c = tl.zeros([HP], tl.float32)
@@ -379,8 +382,9 @@ def backward_intra(V, R, U, DOUT, HOUT, DH, LSE, DEL, PART, PART_C, DS, DV, END,
         one = tl.full([HP], 1.0, tl.float32)
         acc = _axpy(one, acc, one, part)
     for j in range(s + 1, last):
-        dh, lse, delta = dh_next, lse_next, delta_next  # the next ones are fetched while these are used
-        dh_next = _row(DH + (j + 1) * D, col, k, K, W, live & (j + 1 < last), ".cg")
+        dh, lse, delta = dh_next, lse_next, delta_next  # the next two rows are fetched while this one is used
+        dh_next = dh_after
+        dh_after = _row(DH + (j + 2) * D, col, k, K, W, live & (j + 2 < last), ".cg")
         lse_next = tl.load(LSE + j + 1, mask=h_ok & (j + 1 < last), other=0.0)
         delta_next = tl.load(DEL + j + 1, mask=h_ok & (j + 1 < last), other=0.0)
         u = _row(U + j * D, col, k, K, W, live, "")
