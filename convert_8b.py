@@ -17,11 +17,11 @@ import shutil
 import signal
 import struct
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
@@ -31,10 +31,10 @@ from tqdm import tqdm
 from configurator import Parser, UserError, cli
 from model import GPT, RESIDUALS, GPTConfig, choose_kernel, rope_tables
 from prepare_data import TOKENIZERS, load_tokenizer
-from train import find_checkpoint, read_meta
+from train import find_checkpoint
 
 SHARD = 5_000_000_000  # bytes of a shard at most, the hub's custom
-PIECE = 1 << 23  # bytes copied at a time
+PIECE = 1 << 18  # bytes copied at a time: what a core's cache holds; a megabyte took twice as long
 ROUTING = "depth_routing.safetensors"  # the routing's own file, in our folders and in exported ones
 ROUTED = "delta_routed_"  # before the model_type of an exported model with routing: transformers' Auto classes then refuse it
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # the formats' names; all else is quantised or not weights
@@ -73,24 +73,28 @@ class Stored:
             return f.get_tensor(self.name)
 
     def pieces(self):
-        """Its bytes, up to PIECE at a time."""
-        with open(self.file, "rb") as f:
+        """Its bytes, up to PIECE at a time, in an array that the next piece overwrites. UserError if the file is shorter than it was."""
+        buffer = np.empty(min(PIECE, self.size), np.uint8)
+        with open(self.file, "rb", buffering=0) as f:
             f.seek(self.start)
             for done in range(0, self.size, PIECE):
-                yield f.read(min(PIECE, self.size - done))
+                piece = buffer[: self.size - done]
+                if f.readinto(piece) != len(piece):
+                    raise UserError(f"{self.file} became shorter while it was read: fetch it again")
+                yield piece
 
 
 @dataclass
 class Side:
-    """A model in a folder: its config, {our name: Stored}, config.json as it stands or None, meta.json or None."""
+    """A model in a folder, of either kind."""
 
     path: Path
     config: GPTConfig
-    tensors: dict
-    hf: dict | None = None
-    meta: dict | None = None
-    dropped: tuple = ()  # tensors of the file that are no part of the model, and why
-    files: tuple = ()
+    tensors: dict  # {our name: Stored}
+    meta: dict | None = None  # ours: meta.json
+    hf: dict | None = None  # theirs: config.json
+    dropped: dict = field(default_factory=dict)  # theirs: {tensor that is no part of the model: why}
+    files: list = field(default_factory=list)  # theirs: all that was read
 
     @property
     def tokenizer(self):
@@ -111,7 +115,8 @@ def read_header(file):
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file} is missing, damaged or cut short ({error}): fetch it again") from error
     header.pop("__metadata__", None)
-    return {name: Stored(file, name, t["dtype"], t["shape"], 8 + length + t["data_offsets"][0], t["data_offsets"][1] - t["data_offsets"][0]) for name, t in header.items()}
+    spans = {name: t["data_offsets"] for name, t in header.items()}
+    return {name: Stored(file, name, t["dtype"], t["shape"], 8 + length + spans[name][0], spans[name][1] - spans[name][0]) for name, t in header.items()}
 
 
 def read_json(file):
@@ -125,22 +130,22 @@ def read_json(file):
 
 
 def read_tensors(folder, name="model.safetensors"):
-    """({name in the file: Stored}, the files), whole or by index; UserError where the index and its files disagree."""
+    """{name in the file: Stored} of a file, or of the shards in its index; UserError where the index and its shards disagree."""
     index = folder / f"{name}.index.json"
     if not index.exists():
-        return read_header(folder / name), [folder / name]
+        return read_header(folder / name)
     listed = read_json(index).get("weight_map")
     if not listed or any(not isinstance(f, str) or Path(f).name != f for f in listed.values()):
         raise UserError(f"{index} has no weight_map from tensors to files beside it: fetch it again")
-    tensors, files = {}, [folder / f for f in sorted(set(listed.values()))]
-    for file in files:
-        held = read_header(file)
-        absent, extra = [t for t in listed if listed[t] == file.name and t not in held], [t for t in held if listed.get(t) != file.name]
+    tensors = {}
+    for file in sorted(set(listed.values())):
+        held = read_header(folder / file)
+        absent, extra = [t for t in listed if listed[t] == file and t not in held], [t for t in held if listed.get(t) != file]
         if absent or extra:
-            wrong = f"{file.name} lacks {absent[:5]}" if absent else f"{file.name} holds {extra[:5]}, which the index does not say"
+            wrong = f"{file} lacks {absent[:5]}" if absent else f"{file} holds {extra[:5]}, which the index does not say"
             raise UserError(f"{index} does not describe its files: {wrong}; fetch the folder again")
         tensors |= held
-    return tensors, files
+    return tensors
 
 
 def model_shapes(config):
@@ -205,6 +210,8 @@ def trunk_config(c, where):
             raise UserError(f"{where} has no {key}: fetch it again")
         if not isinstance(value, (int, float) if READ[key] is float else READ[key]) or isinstance(value, bool) is not (READ[key] is bool):
             refuse(key, f"it should be {READ[key].__name__}")
+        if READ[key] in (int, float) and value <= 0:
+            refuse(key, "it should be positive")
         return value
 
     heads, width = read("num_attention_heads"), read("hidden_size")
@@ -241,20 +248,17 @@ def trunk_config(c, where):
 
 def hf_config(side, dtype):
     """config.json of a trunk of ours: that of the base it came from, or else one that says the same. dtype: a torch dtype or None."""
-    config = asdict(side.config)
-    c = dict((side.meta.get("origin") or {}).get("config") or {})
-    c |= {"model_type": c["model_type"].removeprefix(ROUTED)} if c else {}
-    c.pop("depth_routing", None)
-    if c and c.get("architectures"):
+    config, c = side.config, dict((side.meta.get("origin") or {}).get("config") or {})
+    if c:  # what an export with routing had put in
+        c["model_type"] = c["model_type"].removeprefix(ROUTED)
         c["architectures"] = [KINDS[c["model_type"]]]
-    then = trunk_config(c, f"{side.path}/meta.json") if c else {}
-    if not c or any(config[k] != v for k, v in then.items() if k != "block_size"):
-        kind = "qwen3" if config["qk_norm"] else "llama"
-        c = {"model_type": kind, "architectures": [KINDS[kind]], "attention_bias": False, "hidden_act": "silu", "bos_token_id": None, "eos_token_id": None}
-        c |= {"max_position_embeddings": config["block_size"], "vocab_size": config["vocab_size"], "num_hidden_layers": config["n_layer"]}
-        c |= {"num_attention_heads": config["n_head"], "num_key_value_heads": config["n_kv_head"], "hidden_size": config["n_embd"], "head_dim": config["head_dim"]}
-        c |= {"intermediate_size": config["ffn_dim"], "rms_norm_eps": config["norm_eps"], "tie_word_embeddings": config["tie_embeddings"]}
-        c |= {"rope_theta": config["rope_theta"], "rope_scaling": config["rope_scaling"], "torch_dtype": None}
+        c.pop("depth_routing", None)
+    if not c or any(getattr(config, k) != v for k, v in trunk_config(c, f"{side.path}/meta.json").items() if k != "block_size"):
+        kind = "qwen3" if config.qk_norm else "llama"
+        c = {"model_type": kind, "architectures": [KINDS[kind]], "vocab_size": config.vocab_size, "hidden_size": config.n_embd, "intermediate_size": config.ffn_dim,
+             "num_hidden_layers": config.n_layer, "num_attention_heads": config.n_head, "num_key_value_heads": config.n_kv_head, "head_dim": config.head_dim,
+             "max_position_embeddings": config.block_size, "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta, "rope_scaling": config.rope_scaling,
+             "tie_word_embeddings": config.tie_embeddings, "attention_bias": False, "hidden_act": "silu", "bos_token_id": None, "eos_token_id": None}  # fmt: skip
     if dtype:
         c["dtype" if "dtype" in c else "torch_dtype"] = str(dtype).removeprefix("torch.")
     return c
@@ -268,8 +272,10 @@ def open_hf(folder):
     listed = folder / "model.safetensors.index.json"
     if not listed.exists() and not (folder / "model.safetensors").exists():
         raise UserError(f"{folder} has neither model.safetensors nor its index" + ("; pickled weights are not read: save them as safetensors" if any(folder.glob("*.bin")) else ""))
-    found, files = read_tensors(folder)
-    extra = sorted({p.name for p in folder.glob("*.safetensors")} - {f.name for f in files} - ({ROUTING} if routed else set()))
+    found = read_tensors(folder)
+    found |= read_header(folder / ROUTING) if routed else {}
+    files = {folder / "config.json", *[listed] * listed.exists(), *(t.file for t in found.values())}
+    extra = sorted(p.name for p in set(folder.glob("*.safetensors")) - files)
     if extra:
         raise UserError(f"{folder} holds {', '.join(extra[:5])}, which belongs to no model there: move it away")
     dropped = {name: "a table that every version computes afresh" for name in found if re.fullmatch(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", name)}
@@ -286,15 +292,12 @@ def open_hf(folder):
             raise UserError(f"{folder}/config.json: depth_routing={json.dumps(routing)} is not what convert_8b.py export writes")
     try:
         config = GPTConfig(**trunk, **routing)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise UserError(f"{folder}/config.json: {error}") from error
     shapes = model_shapes(config)
     names = {name: name if name.startswith("residual.") else hf_name(name) for name in shapes}
-    if routed:
-        found |= read_header(folder / ROUTING)
-        files = [*files, folder / ROUTING]
     check(found, {names[name]: shape for name, shape in shapes.items()}, folder / "config.json")
-    return Side(folder, config, {name: found[names[name]] for name in shapes}, hf=c, dropped=tuple(dropped.items()), files=tuple(files))
+    return Side(folder, config, {name: found[names[name]] for name in shapes}, hf=c, dropped=dropped, files=sorted(files))
 
 
 def open_ours(path, weights="raw"):
@@ -307,9 +310,9 @@ def open_ours(path, weights="raw"):
         config = GPTConfig(**meta["model_config"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder}/meta.json describes no model of this version ({error})") from error
-    found, files = read_tensors(folder, name)
+    found = read_tensors(folder, name)
     check(found, model_shapes(config), folder / "meta.json")
-    return Side(folder, config, found, meta=meta, files=tuple(files))
+    return Side(folder, config, found, meta=meta)
 
 
 def open_side(path, weights="raw"):
@@ -321,7 +324,7 @@ def open_side(path, weights="raw"):
 
 
 def same_bytes(a, b):
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and all(x == y for x, y in zip(a.pieces(), b.pieces()))
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and all(np.array_equal(x, y) for x, y in zip(a.pieces(), b.pieces()))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -385,14 +388,12 @@ def write_shards(folder, tensors, progress, dtype=None):
         with open(folder / file, "wb") as f:
             f.write(struct.pack("<Q", len(head)) + head)
             for name in names:
-                t, written = tensors[name], 0
-                for piece in t.pieces():
-                    if dtype not in (None, DTYPES[t.dtype]):
-                        piece = torch.frombuffer(bytearray(piece), dtype=DTYPES[t.dtype]).to(dtype).view(torch.uint8).numpy()
-                    written += f.write(piece)
+                stored = DTYPES[tensors[name].dtype]
+                for piece in tensors[name].pieces():
+                    if dtype not in (None, stored):
+                        piece = torch.from_numpy(piece).view(stored).to(dtype).view(torch.uint8).numpy()
+                    f.write(piece)
                     progress.update(len(piece))
-                if written != sizes[name]:
-                    raise UserError(f"{t.file} became shorter while it was read: fetch it again")
         where |= dict.fromkeys(names, file)
     return where
 
@@ -406,9 +407,13 @@ def write_index(folder, where, tensors_bytes):
         write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": tensors_bytes}, "weight_map": dict(sorted(where.items()))})
 
 
-def sha256(file):
-    with open(file, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+def provenance(file):
+    """What tells a file of the source from another: its size; what the hub's own download notes of it (revision, and its sha256 if it is a
+    large one); and of a small file the sha256 itself, which of 16 GB would take longer than the import."""
+    noted = file.parent / f".cache/huggingface/download/{file.name}.metadata"
+    revision, tag = noted.read_text().split()[:2] if noted.exists() else (None, None)
+    small = file.suffix == ".json"
+    return {"bytes": file.stat().st_size, "hub_revision": revision, "hub_tag": tag} | ({"sha256": hashlib.sha256(file.read_bytes()).hexdigest()} if small else {})
 
 
 def bar(size, what):
@@ -440,25 +445,20 @@ def import_(args):
     precisions = {code: sum(t.dtype == code for t in trunk.values()) for code in {t.dtype for t in trunk.values()}}
     numel = sum(torch.Size(t.shape).numel() for t in trunk.values())
     added = sum(t.numel() for t in routing.values())
-    small = [side.path / f for f in ("config.json", "model.safetensors.index.json") if (side.path / f).exists()]
-    with new_folder(args.dst, size + 8 * added) as part, bar(size, "import") as progress, ThreadPoolExecutor(1) as hasher:
-        hashes = {f.name: hasher.submit(sha256, f) for f in [*small, *side.files]}  # beside the copy, which brings the files into memory
-        try:
-            where = write_shards(part, trunk, progress)
-            if routing:
-                save_file(routing, part / ROUTING)
-                where |= dict.fromkeys(routing, ROUTING)
-            write_index(part, where, size + 4 * added)
-            origin = {"source": str(src.absolute()), "config": side.hf, "sha256": {name: h.result() for name, h in hashes.items()}, "tensors": len(side.tensors),
-                      "precisions": precisions, "added": sorted(routing) if not routed else [], "left_out": dict(side.dropped)}  # fmt: skip
-        finally:
-            hasher.shutdown(wait=False, cancel_futures=True)
+    with new_folder(args.dst, size + 8 * added) as part, bar(size, "import") as progress:
+        where = write_shards(part, trunk, progress)
+        if routing:
+            save_file(routing, part / ROUTING)
+            where |= dict.fromkeys(routing, ROUTING)
+        write_index(part, where, size + 4 * added)
+        origin = {"source": str(src.absolute()), "config": side.hf, "files": {f.name: provenance(f) for f in side.files}, "tensors": len(side.tensors), "precisions": precisions,
+                  "added": sorted(routing) if not routed else [], "left_out": side.dropped}  # fmt: skip
         param_dtype = str(DTYPES[max(precisions, key=precisions.get)]).removeprefix("torch.")
         write_json(part / "meta.json", {"step": 0, "model_config": asdict(config), "train_config": {"param_dtype": param_dtype}, "params": {"total": numel + added, "routing": added},
                                         "data": {"dataset": None, "tokenizer": side.tokenizer}, "origin": origin})  # fmt: skip
     said = ", ".join(f"{n} in {code}" for code, n in precisions.items())
     print(f"{args.dst}: {len(trunk)} tensors, {numel:,} parameters, {size / 1e9:,.2f} GB, in the precision they had ({said})")
-    for name, why in side.dropped:
+    for name, why in side.dropped.items():
         print(f"left out    {name}: {why}")
     scaling = f"llama3 scaling by {config.rope_scaling['factor']:g} from {config.rope_scaling['original_max_position_embeddings']:,}" if config.rope_scaling else "no scaling"
     print(f"trunk       rotary base {config.rope_theta:g} with {scaling}, norm eps {config.norm_eps:g}, head_dim {config.head_dim}, context {config.block_size:,}")
@@ -662,21 +662,24 @@ def transformers_version():
 
 def token_ids(args, tokenizer, rows):
     """(ids [1, T], where they are from in words): --tokens, else --text, else this file as text, or for an unknown tokenizer drawn ids."""
+    if args.tokens == "random" or not (args.tokens or args.text or tokenizer):
+        return torch.randint(rows, (1, args.length), generator=torch.Generator().manual_seed(0)), f"{args.length} drawn ids"
     if args.tokens:
         try:
             ids = [int(i) for i in args.tokens.split(",")]
         except ValueError:
-            raise UserError(f"--tokens={args.tokens}: give ids separated by commas") from None
+            raise UserError(f"--tokens={args.tokens}: give ids separated by commas, or random") from None
         if not all(0 <= i < rows for i in ids):
             raise UserError(f"--tokens={args.tokens}: ids go from 0 to {rows - 1}")
         return torch.tensor([ids]), f"the {len(ids)} ids given"
     if tokenizer is None:
-        if args.text:
-            raise UserError(f"no tokenizer is known for {rows:,} rows: give ids, --tokens=1,2,3")
-        return torch.randint(rows, (1, args.length), generator=torch.Generator().manual_seed(0)), f"{args.length} drawn ids, as the tokenizer is unknown"
+        raise UserError(f"no tokenizer is known for {rows:,} rows: give ids, --tokens=1,2,3")
     file = Path(args.text or __file__)
     text = file.read_text() if file.is_file() else args.text
-    ids = load_tokenizer(tokenizer).encode(text).astype("int64")[: args.length]
+    try:
+        ids = load_tokenizer(tokenizer).encode(text).astype("int64")[: args.length]
+    except UserError as error:
+        raise UserError(f"{error}; or give ids, --tokens=1,2,3 or --tokens=random") from error
     if not len(ids):
         raise UserError("--text is empty: give some, or a file of it")
     return torch.from_numpy(ids)[None], f"{len(ids)} {tokenizer} tokens of {file.name if file.is_file() else 'the text given'}"
@@ -700,7 +703,7 @@ def main():
     p.add_argument("src", metavar="SRC")
     p.add_argument("dst", metavar="DST")
     p.add_argument("--text", help="a file, or the text itself; else this script's own source")
-    p.add_argument("--tokens", help="ids instead of text: 1,2,3")
+    p.add_argument("--tokens", help="ids instead of text: 1,2,3, or random")
     p.add_argument("--length", type=int, default=256, help="tokens of the text at most [256]")
     p.add_argument("--tolerance", type=float, help="deviation allowed, as a share of the largest logit or of 1, whichever is more [1e-4; bfloat16: 5e-2]")
     p.add_argument("--weights", choices=["raw", "ema"], default="raw", help="of checkpoints")

@@ -2,6 +2,7 @@
 
     python -m pytest tests/test_convert.py
 """
+import hashlib
 import json
 import os
 import shutil
@@ -126,14 +127,18 @@ def test_there_and_back(name, source, tmp_path):
 
 
 def test_what_the_checkpoint_records(source, tmp_path):
-    src, dst = source[FIRST], tmp_path / "a"
+    src, dst = shutil.copytree(source[FIRST], tmp_path / "src"), tmp_path / "a"
+    (src / ".cache/huggingface/download").mkdir(parents=True)
+    for shard in src.glob("*.safetensors"):
+        (src / f".cache/huggingface/download/{shard.name}.metadata").write_text("abc\n123\n1712656091.1\n")
     convert("import", src, dst, "--route_heads=2")
     meta, shards = train.read_meta(dst), {p.name for p in src.glob("*.safetensors")}
     assert meta["step"] == 0 and meta["model_config"]["residual"] == "delta" and meta["model_config"]["route_heads"] == 2
     assert meta["model_config"]["norm_eps"] == 1e-5 and meta["model_config"]["rope_theta"] == 5e5 and meta["model_config"]["rope_scaling"] == SCALING
     assert meta["origin"]["source"] == str(src) and meta["origin"]["config"] == json.loads((src / "config.json").read_text())
-    assert meta["origin"]["sha256"].keys() == shards | {"config.json", "model.safetensors.index.json"}
-    assert meta["origin"]["sha256"]["config.json"] == convert_8b.sha256(src / "config.json") and meta["origin"]["tensors"] == 30
+    files = meta["origin"]["files"]
+    assert files.keys() == shards | {"config.json", "model.safetensors.index.json"} and files["config.json"]["sha256"] == hashlib.sha256((src / "config.json").read_bytes()).hexdigest()
+    assert all(files[f] == {"bytes": (src / f).stat().st_size, "hub_revision": "abc", "hub_tag": "123"} for f in shards) and meta["origin"]["tensors"] == 30
     assert meta["params"] == {"total": sum(t.numel() for t in stored(dst).values()), "routing": 6 * (3 * 32 + 1)}
 
 
@@ -417,6 +422,7 @@ DAMAGES = [
     (edit(num_attention_heads=3), ["n_head=3 is not a multiple of n_kv_head=2"]),
     (edit(hidden_size=None), ["has no hidden_size"]),
     (edit(rms_norm_eps=None), ["has no rms_norm_eps"]),
+    (edit(num_attention_heads=0), ["num_attention_heads=0", "positive"]),
     (edit(hidden_size="32"), ['hidden_size="32"', "int"]),
     (edit(tie_word_embeddings=1), ["tie_word_embeddings=1", "bool"]),
     (edit(attention_bias=True), ["attention_bias=true is not understood"]),
