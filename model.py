@@ -335,7 +335,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(config, T, device):
-    """cos and sin [T, head_dim / 2] of positions 0..T-1, fp32 whatever the model's dtype (made afresh, so no cast can reach them)."""
+    """cos and sin [T, head_dim / 2] of positions 0..T-1, fp32 whatever the model's dtype."""
     half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
     freq = 1.0 / config.rope_theta ** (half / config.head_dim)
     if scaling := config.rope_scaling:  # Llama 3: long wavelengths are stretched, short ones kept, those between interpolated
@@ -446,6 +446,14 @@ class GPT(nn.Module):
         self.grad_checkpoint = False  # recompute the sublayers in backward instead of keeping their activations
         self.loss_head = loss_head  # where the model is compiled in parts, train.py puts the compiled one here
         self.init_weights(seed)
+        self.rope = rope_tables(config, config.block_size, self.embed.weight.device)
+
+    def _apply(self, fn, recurse=True):
+        """What .to(), .cuda(), .bfloat16() and to_empty() go through. The rotary tables follow the weights' device, but stay fp32: so they are
+        no buffer. They are made here and not in forward, where the compiler would compute their sines again in every layer."""
+        super()._apply(fn, recurse)
+        self.rope = rope_tables(self.config, self.config.block_size, self.embed.weight.device)
+        return self
 
     @torch.no_grad()
     def init_weights(self, seed):
@@ -479,7 +487,7 @@ class GPT(nn.Module):
         x = self.embed(idx)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        rope, cached = cache.open(T) if cache else (rope_tables(self.config, T, x.device), [None] * self.config.n_layer)
+        rope, cached = cache.open(T) if cache else (tuple(table[:T] for table in self.rope), [None] * self.config.n_layer)
         run = partial(checkpoint, use_reentrant=False) if self.grad_checkpoint and self.training else call
 
         memory = self.residual.start(x, record)

@@ -65,9 +65,7 @@ def reads(model, idx):
         v = torch.stack(sources).flatten(1, 2).float()
         return site, v, torch.nn.functional.rms_norm(v, v.shape[-1:], eps=r.eps) * r.key_norm[site].float()
 
-    from model import rope_tables
-
-    rope = rope_tables(model.config, idx.size(1), idx.device)
+    rope = tuple(table[: idx.size(1)] for table in model.rope)
     for layer in model.layers:
         for sublayer, *args in ((layer.attn, rope), (layer.mlp,)):
             got = at(site)
