@@ -524,11 +524,11 @@ def main():
             (objective / micro_steps).backward()
         return cross_entropy
 
-    step, logged = 0, []
+    step, logged, moments = 0, [], optimizer_tensors(model, optimizer)  # made here, so that the peak of memory counts them
     if ckpt:
         if ema:
             load_weights(model, ckpt, "ema.safetensors", into=ema)
-        dcp.load(optimizer_tensors(model, optimizer), storage_reader=HuggingFaceStorageReader(str(ckpt / "optimizer")), no_dist=not distributed)
+        dcp.load(moments, storage_reader=HuggingFaceStorageReader(str(ckpt / "optimizer")), no_dist=not distributed)
         step = meta["step"]
 
     # what is about to happen, in words
