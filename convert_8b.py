@@ -73,12 +73,12 @@ class Stored:
         with safe_open(self.file, "pt") as f:
             return f.get_tensor(self.name)
 
-    def pieces(self, done=0):
-        """Its bytes from the given one on, up to PIECE at a time, in an array that the next piece overwrites. UserError if the file is too short."""
+    def pieces(self, first=0):
+        """Its bytes from the first on, up to PIECE at a time, in an array that the next piece overwrites. UserError if the file is too short."""
         buffer = np.empty(min(PIECE, self.size), np.uint8)
         with open(self.file, "rb", buffering=0) as f:
-            f.seek(self.start + done)
-            for done in range(done, self.size, PIECE):
+            f.seek(self.start + first)
+            for done in range(first, self.size, PIECE):
                 piece = buffer[: self.size - done]
                 if f.readinto(piece) != len(piece):
                     raise UserError(f"{self.file} became shorter while it was read: fetch it again")
@@ -125,7 +125,7 @@ class Side:
         """The name of its tokenizer, which for a Hugging Face folder the number of rows tells; None where it does not."""
         if self.meta:
             return self.meta["data"]["tokenizer"]
-        return next((name for name, (*_, rows, _, _, _, _, _) in TOKENIZERS.items() if rows == self.config.vocab_size), None)
+        return next((name for name, entry in TOKENIZERS.items() if entry[4] == self.config.vocab_size), None)
 
 
 def read_header(file):
@@ -246,8 +246,11 @@ def trunk_config(c, where):
         refuse(key, "only the rope_type default and llama3 are")
     if unknown := [k for k, v in rope.items() if k not in ROPE and (k, v) != ("partial_rotary_factor", 1.0)]:
         refuse(key, f"{unknown[0]} is not among {', '.join(sorted(ROPE))}")
-    if "rope_theta" in rope and c.get("rope_theta") not in (None, rope["rope_theta"]):
-        refuse("rope_theta", f"{key} says {rope['rope_theta']}")
+    theta = rope.get("rope_theta", read("rope_theta", 1e4))
+    if not isinstance(theta, (int, float)) or theta <= 0:
+        refuse(key, "rope_theta should be a positive number")
+    if c.get("rope_theta") not in (None, theta):
+        refuse("rope_theta", f"{key} says {theta}")
     if scaling == "llama3":
         numbers = sorted(ROPE - {"rope_type", "type", "rope_theta"})
         if any(not isinstance(rope.get(k), (int, float)) or rope[k] <= 0 for k in numbers) or rope["high_freq_factor"] <= rope["low_freq_factor"]:
@@ -262,7 +265,7 @@ def trunk_config(c, where):
         "n_embd": width,
         "head_dim": read("head_dim", width // heads if kind == "llama" else 128),
         "ffn_dim": read("intermediate_size"),
-        "rope_theta": float(rope.get("rope_theta", read("rope_theta", 1e4))),
+        "rope_theta": float(theta),
         "rope_scaling": scaled if scaling == "llama3" else None,
         "norm_eps": float(read("rms_norm_eps")),
         "qk_norm": kind == "qwen3",
@@ -375,12 +378,12 @@ def new_folder(dst, size):
         for path in [*part.iterdir(), part]:
             sync(path)
         os.rename(part, dst)
-        sync(dst.parent)
     except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
         if isinstance(error, (OSError, SafetensorError)):  # safetensors wraps what the disk says
             raise UserError(f"{dst} could not be written ({error}); nothing of it was left: make room and start again") from error
         raise
+    sync(dst.parent)
 
 
 def sync(path):

@@ -448,6 +448,7 @@ DAMAGES = [
     (edit(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}), ["rope_parameters", "yarn"]),
     (edit(rope_parameters=SCALING | {"rope_theta": 1e4, "attention_factor": 2.0}), ["attention_factor"]),
     (edit(rope_parameters={k: v for k, v in SCALING.items() if k != "factor"}), ["llama3 needs factor"]),
+    (edit(rope_parameters=SCALING | {"rope_theta": "5e5"}), ["rope_theta should be a positive number"]),
     (edit(rope_theta=1e4), ["rope_theta=10000.0", "500000.0"]),
     (edit(model_type="mistral"), ['model_type="mistral"', "llama, qwen3"]),
     (edit(architectures=["LlamaForSequenceClassification"]), ["LlamaForSequenceClassification", "LlamaForCausalLM"]),
