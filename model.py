@@ -140,29 +140,31 @@ class HyperConnections(nn.Module):
             self.write_scale.fill_(0.01)
 
     def coefficients(self, k, streams):
-        """A_m [n, 1], A_r [n, n, 1] (from, to) and B [n, 1] of sublayer k, in fp32; with [B, T] before the 1 where they depend on the token."""
+        """A_m [j], A_r [j][i], B [i] of sublayer k: fp32 scalars, or [B, T, 1] each where they depend on the token."""
         a_m, a_r, b = self.read_weight[k].float(), self.mix_weight[k].float(), self.write_weight[k].float()
         if not self.dynamic:
-            return a_m.view(-1, 1, 1, 1), a_r.view(self.n, self.n, 1, 1, 1), b.view(-1, 1, 1, 1)
+            return a_m.unbind(0), [row.unbind(0) for row in a_r.unbind(0)], b.unbind(0)
         proj = torch.cat([self.read_proj[k, :, None], self.mix_proj[k], self.write_proj[k, :, None]], 1).float()  # [D, n + 2]
-        x = streams.float()
-        with torch.autocast(x.device.type, enabled=False):
-            dyn = x @ (self.norm_weight[k, :, None].float() * proj)  # [n, B, T, n + 2], before the norm's scale, which is one number a token
-        dyn = torch.tanh(dyn * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
-        read_scale, write_scale = self.read_scale[k].float(), self.write_scale[k].float()
-        a_m = a_m.view(-1, 1, 1, 1) + read_scale * dyn[..., :1]
-        a_r = a_r.view(self.n, self.n, 1, 1, 1) + read_scale * dyn[..., 1:-1].movedim(-1, 1)[..., None]
-        return a_m, a_r, b.view(-1, 1, 1, 1) + write_scale * dyn[..., -1:]
+        proj = proj * self.norm_weight[k, :, None].float()
+        A_m, A_r, B = [], [], []
+        for j, x in enumerate(streams):
+            x = x.float()
+            with torch.autocast(x.device.type, enabled=False):
+                dyn = torch.tanh((x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)) @ proj)  # [B, T, n + 2]
+            A_m.append(a_m[j] + self.read_scale[k].float() * dyn[..., :1])
+            A_r.append([a_r[j, i] + self.read_scale[k].float() * dyn[..., i + 1 : i + 2] for i in range(self.n)])
+            B.append(b[j] + self.write_scale[k].float() * dyn[..., -1:])
+        return A_m, A_r, B
 
     def start(self, x, record=None):
         return HyperMemory(self, x)
 
 
 class HyperMemory:
+    """The streams are a list and not one tensor: the compiler of torch 2.11 fails on reductions over four streams."""
+
     def __init__(self, residual, x):
-        self.residual, self.site = residual, 0
-        self.streams = x.expand(residual.n, *x.shape)  # [n, B, T, D]
-        self.coefficients = None
+        self.residual, self.site, self.streams, self.coefficients = residual, 0, [x] * residual.n, None
 
     def connections(self):
         if self.coefficients is None:
@@ -170,16 +172,17 @@ class HyperMemory:
         return self.coefficients
 
     def read(self):
-        return (self.connections()[0] * self.streams.float()).sum(0).to(self.streams.dtype)
+        a_m = self.connections()[0]
+        return sum(a * x.float() for a, x in zip(a_m, self.streams)).to(self.streams[0].dtype)
 
     def write(self, f):
         _, a_r, b = self.connections()
-        mixed = (a_r * self.streams.float()[:, None]).sum(0)
-        self.streams = (mixed + b * f.float()).to(f.dtype)
+        old = self.streams
+        self.streams = [(sum(a_r[j][i] * x.float() for j, x in enumerate(old)) + b[i] * f.float()).to(f.dtype) for i in range(len(old))]
         self.site, self.coefficients = self.site + 1, None
 
     def output(self):
-        return self.streams.sum(0)
+        return sum(x.float() for x in self.streams).to(self.streams[0].dtype)
 
 
 class Routed(nn.Module):

@@ -243,16 +243,16 @@ def test_hyper_connections_against_the_definition():
     scramble(model.residual)
     r, x, f = model.residual, torch.randn(2, 5, 32), torch.randn(2, 5, 32)
     memory = r.start(x)
-    memory.streams = torch.randn(4, 2, 5, 32)
+    memory.streams = list(torch.randn(4, 2, 5, 32))
     memory.site = k = 3
-    H = memory.streams.movedim(0, -2)  # [B, T, n, D]
+    H = torch.stack(memory.streams, -2)  # [B, T, n, D]
     Hbar = torch.nn.functional.rms_norm(H, (32,), r.norm_weight[k], r.eps)
     A_m = r.read_scale[k] * torch.tanh(Hbar @ r.read_proj[k]) + r.read_weight[k]  # [B, T, n]
     A_r = r.read_scale[k] * torch.tanh(Hbar @ r.mix_proj[k]) + r.mix_weight[k]  # [B, T, n, n]
     B = r.write_scale[k] * torch.tanh(Hbar @ r.write_proj[k]) + r.write_weight[k]
     torch.testing.assert_close(memory.read(), (A_m.unsqueeze(-2) @ H).squeeze(-2), atol=1e-5, rtol=1e-5)
     memory.write(f)
-    torch.testing.assert_close(memory.streams.movedim(0, -2), A_r.mT @ H + B[..., None] * f[..., None, :], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.stack(memory.streams, -2), A_r.mT @ H + B[..., None] * f[..., None, :], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["delta", "delta recursive"])
