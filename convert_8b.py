@@ -716,7 +716,7 @@ def token_ids(args, tokenizer, rows):
 def main():
     parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="import | export | verify")
-    p = commands.add_parser("import", help="a Hugging Face folder -> a checkpoint for train.py --init_from, eval.py, sample.py")
+    p = commands.add_parser("import", help="a Hugging Face folder -> a checkpoint for train.py --init_from and sample.py")
     p.add_argument("src", metavar="SRC", help="folder with config.json and safetensors")
     p.add_argument("dst", metavar="DST", help="checkpoint folder to make")
     p.add_argument("--residual", choices=["delta", "baseline"], default="delta")

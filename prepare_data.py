@@ -1,4 +1,4 @@
-"""Text -> data/<name>/{train,val}.bin, uint32 token ids behind a header; and the readers that train.py and eval.py share.
+"""Text -> data/<name>/{train,val}.bin, uint32 token ids behind a header; and the readers of them.
 
     python prepare_data.py                                                # data/stdlib: Python's own library as bytes, no download
     python prepare_data.py --source=my/*.txt,more.jsonl.zst --tokenizer=qwen3 --out_dir=data/mine
