@@ -299,6 +299,15 @@ def write_atomically(path, text):
     os.replace(part, path)
 
 
+def read_log(folder):
+    """The events of a run's log.jsonl. A last line that was cut off, by a power failure say, is left out."""
+    lines = (folder / "log.jsonl").read_text().splitlines() if (folder / "log.jsonl").exists() else []
+    try:
+        return [json.loads(line) for line in lines]
+    except json.JSONDecodeError:
+        return [json.loads(line) for line in lines[:-1]]
+
+
 def check_same_run(out_dir, then_train, then_model, cfg, config):
     """A UserError if out_dir holds another run than the one asked for, saying in what."""
     then, now = {**then_train, **then_model}, {**asdict(cfg), **asdict(config)}
@@ -456,6 +465,8 @@ def main():
         ckpt = find_checkpoint(cfg.resume)
         if ckpt is None:
             raise UserError(f"--resume={cfg.resume} is neither auto, never nor a checkpoint folder (one with meta.json, or a run's folder with `latest`)")
+        if ckpt.resolve().parent != out_dir.resolve() and (any(out_dir.glob("step_*")) or (out_dir / "log.jsonl").exists()):
+            raise UserError(f"{out_dir} holds a run already, and --resume={cfg.resume} is not of it: give --out_dir= a new folder, or that of the checkpoint")
     elif any(out_dir.glob("step_*")) or (out_dir / "log.jsonl").exists():
         if cfg.resume == "never":
             raise UserError(f"{out_dir} holds a run already and --resume=never was given: give --out_dir= a new folder")
@@ -472,7 +483,7 @@ def main():
                 print(f"{out_dir} is finished: {meta['step']} of {cfg.max_steps} steps are done")
             return
     elif (out_dir / "log.jsonl").exists():  # it died before its first checkpoint
-        start = json.loads((out_dir / "log.jsonl").read_text().splitlines()[0])
+        start = read_log(out_dir)[0]
         check_same_run(out_dir, start["config"], start["model_config"], cfg, config)
 
     # model
@@ -547,8 +558,8 @@ def main():
         print(f"routing     {kernel} ({why_kernel})")
         print(f"run         {out_dir}, {f'going on after step {step} from {ckpt}' if ckpt else 'from the start'}", flush=True)
         out_dir.mkdir(parents=True, exist_ok=True)
-        if log_path.exists():  # keep the start and what the checkpoint has seen
-            logged = [e for e in map(json.loads, log_path.read_text().splitlines()) if e["event"] in ("train", "val") and e["step"] <= step]
+        if ckpt:  # keep what the checkpoint has seen
+            logged = [e for e in read_log(ckpt.parent) if e["event"] in ("train", "val") and e["step"] <= step]
         start = {"event": "start", "config": asdict(cfg) | {"out_dir": str(out_dir)}, "model_config": asdict(config), "params": counts, "device": why_device, "dtype": str(dtype).removeprefix("torch."),
                  "kernel": kernel, "tokens_per_step": tokens_per_step, "flops_per_token": flops, "data": {"dataset": str(cfg.dataset), "sha256": train_bin.header["sha256"], "val_sha256": val_bin.header["sha256"]}}  # fmt: skip
         write_atomically(log_path, "".join(json.dumps(e) + "\n" for e in [start, *logged]))

@@ -338,6 +338,7 @@ def test_a_file_found_twice_counts_once(tmp_path):
 
 
 def test_find_dataset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="prepare_data.py --source=... --out_dir=data/nowhere"):
         data.find_dataset("nowhere")
     with pytest.raises(UserError, match="make it with: python prepare_data.py config/data_fineweb_edu.py"):

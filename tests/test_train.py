@@ -108,6 +108,19 @@ def test_resume_is_exact(method, dataset, tmp_path):
     assert events(tmp_path / "a", "end")[0]["val_tail_mean"] == events(tmp_path / "b", "end")[0]["val_tail_mean"]
 
 
+def test_resume_into_a_new_folder(dataset, tmp_path):
+    """--resume=PATH branches off a run: the new folder has the old one's past, and a log line cut off in mid-write does not matter."""
+    run(f"--out_dir={tmp_path}/a", dataset=dataset)
+    with open(tmp_path / "a/log.jsonl", "a") as f:
+        f.write('{"event": "tra')
+    run(f"--out_dir={tmp_path}/b", f"--resume={tmp_path}/a/step_00000006", dataset=dataset)
+    with open(tmp_path / "a/log.jsonl") as f:
+        lines = f.read().splitlines()[:-1]
+    (tmp_path / "a/log.jsonl").write_text("\n".join(lines) + "\n")
+    assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
+    wrong(["holds a run already", "--out_dir="], f"--out_dir={tmp_path}/b", f"--resume={tmp_path}/a/step_00000006", dataset=dataset)
+
+
 def test_finished_run_says_so(dataset, tmp_path, capsys):
     run("--max_steps=2", f"--out_dir={tmp_path}/a", dataset=dataset)
     before = (tmp_path / "a/log.jsonl").read_text()
