@@ -76,7 +76,7 @@ class TrainConfig:
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and optimizer state; bfloat16 is the paper's, see README
     kernel: Literal["auto", "triton", "torch"] = "auto"  # depth routing; auto: triton on CUDA, else torch
     compile: bool | None = None  # torch.compile of the whole model with its loss; none: on CUDA only
-    cuda_graph: bool | None = None  # replay forward and backward as one CUDA graph, which saves launching their kernels; none: on CUDA
+    cuda_graph: bool | None = None  # replay forward and backward as one CUDA graph, which saves launching their kernels; none: on CUDA with one process
     grad_checkpoint: bool = False  # recompute sublayers in backward to save memory
     parallel: Literal["ddp", "fsdp"] = "ddp"  # under torchrun: every rank holds the model, or a share of it (FSDP2)
     # intervals, in optimizer steps
@@ -491,13 +491,13 @@ def main():
         kernel, why_kernel = choose_kernel(cfg.kernel, config, device, dtype)
     except ValueError as error:
         raise UserError(error) from error
-    graphed = device.type == "cuda" and cfg.parallel == "ddp" if cfg.cuda_graph is None else cfg.cuda_graph
+    graphed = device.type == "cuda" and not distributed if cfg.cuda_graph is None else cfg.cuda_graph
     if graphed and (device.type != "cuda" or cfg.parallel == "fsdp"):
         raise UserError(f"--cuda_graph=true needs a CUDA device and --parallel=ddp, this is {device} with {cfg.parallel}; leave it away")
-    if distributed:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if distributed:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     param_dtype = getattr(torch, cfg.param_dtype)
     with torch.device("meta"):  # no memory yet: shard first, then let every rank fill in its part
         model = GPT(config, kernel).to(param_dtype)
