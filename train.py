@@ -384,7 +384,7 @@ def barrier():
 
 def all_reduce(values, device):
     """The sum over ranks of a list of numbers or 0-dim tensors, as floats (fp64, so that it does not depend on their order to print)."""
-    total = torch.stack([torch.as_tensor(v, dtype=torch.float64, device="cpu" if device.type == "mps" else device) for v in values])
+    total = torch.tensor([float(v) for v in values], dtype=torch.float64, device="cpu" if device.type == "mps" else device)
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.tolist()
@@ -583,7 +583,7 @@ def main():
     def evaluate():
         """Mean loss over the fixed validation windows, dealt out to the ranks; batches are filled up with ignored targets, so that all
         ranks run equally many of one size."""
-        mine, total = list(range(rank, val_windows.n, world)), torch.zeros((), dtype=torch.float64, device=device)
+        mine, losses = list(range(rank, val_windows.n, world)), []
         for i in range(0, math.ceil(val_windows.n / world), cfg.batch_size):
             part = mine[i : i + cfg.batch_size]
             x, y = to_device(val_windows.batch(part + [0] * (cfg.batch_size - len(part))))
@@ -591,9 +591,9 @@ def main():
             with autocast:
                 cross_entropy = forward(x, y)[1]
             if part:
-                total += cross_entropy * len(part)
+                losses.append(cross_entropy * len(part))
         reshard(model)
-        return all_reduce([total], device)[0] / val_windows.n
+        return all_reduce([sum(loss.item() for loss in losses)], device)[0] / val_windows.n
 
     @torch.no_grad()
     def evaluate_ema():
