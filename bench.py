@@ -13,7 +13,6 @@ one tensor per source and site. Floor: the bytes that our scheme has to move, at
 Step: forward, backward, clipping and fused AdamW of the whole compiled model, forward and backward replayed as one CUDA graph; `without graph`
 is the rate in tokens per second when every kernel is launched by itself.
 """
-import argparse
 import gc
 import json
 import math
@@ -26,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 import routing_kernels as rk
-from configurator import UserError, cli
+from configurator import Parser, UserError, cli
 from model import GPT, GPTConfig, choose_kernel, peak_flops
 from routing_kernels import FusedDeltaRouter, FusedRouter, route_reference
 
@@ -506,7 +505,7 @@ def report(results):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--part", default="routing,step", help="routing, step, or both (default)")
     parser.add_argument("--scale", default="100M,350M,1B,8B" if CUDA else "toy", help=f"comma list of {', '.join(SCALES)}; 8B is delta routing, without its training step")
     parser.add_argument("--method", help=f"comma list; routing: {', '.join(ROUTING_METHODS)}; step: {', '.join(STEP_METHODS)}")
@@ -515,15 +514,20 @@ def main():
     parser.add_argument("--out", default="out/bench.json", help="results are merged into this file")
     args = parser.parse_args()
     for name, allowed in (("part", ["routing", "step"]), ("scale", list(SCALES)), ("method", ROUTING_METHODS + STEP_METHODS)):
-        for word in (getattr(args, name) or "").split(",") if getattr(args, name) else []:
+        for word in getattr(args, name).split(",") if getattr(args, name) is not None else []:
             if word not in allowed:
                 raise UserError(f"--{name}={word} is not known: choose among {', '.join(allowed)}")
+    if args.method and not set(args.method.split(",")) & set((ROUTING_METHODS if "routing" in args.part else []) + (STEP_METHODS if "step" in args.part else [])):
+        raise UserError(f"--method={args.method} has nothing to measure in --part={args.part}: routing has {', '.join(ROUTING_METHODS)}; step has {', '.join(STEP_METHODS)}")
     gpu = torch.cuda.get_device_name() if CUDA else "CPU"
     where = f"{gpu}, torch {torch.__version__}, triton {triton.__version__ if triton else 'not installed'}"
     results = {"where": where}
     if os.path.exists(args.out):
-        with open(args.out) as f:
-            results = json.load(f)
+        try:
+            with open(args.out) as f:
+                results = json.load(f)
+        except ValueError:
+            raise UserError(f"--out={args.out} is not a file of this script: give another name") from None
         if results.get("where") != where:
             raise UserError(f"{args.out} holds results of {results.get('where')}, this is {where}: give another --out")
     say(where)

@@ -47,20 +47,24 @@ class GPTConfig:
     route_init: Literal["zero", "normal"] = "zero"  # routing queries at start: zero reads the mean of the sources; normal is N(0, 0.02)
 
     def __post_init__(self):
+        for name in ("block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "route_heads", "hc_streams", "delta_blocks", "head_dim", "vocab_size"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.rope_theta <= 0 or self.norm_eps < 0:
+            raise ValueError(f"rope_theta={self.rope_theta} must be over 0, norm_eps={self.norm_eps} at least 0")
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         if self.residual == "attnres":
             self.route_heads = 1
-        for name in ("block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "route_heads", "hc_streams", "delta_blocks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}: choose n_kv_head among its divisors")
-        if self.head_dim % 2:
+        if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even (rotary pairs); without head_dim= it is n_embd // n_head")
         if self.residual in ("mhar", "delta") and self.n_embd % self.route_heads:
             raise ValueError(f"n_embd={self.n_embd} is not a multiple of route_heads={self.route_heads}: choose route_heads among its divisors")
-        if self.rope_scaling is not None and self.rope_scaling.get("rope_type") != "llama3":
-            raise ValueError(f"rope_scaling={self.rope_scaling} is not understood: only rope_type 'llama3' is, or None")
+        if self.rope_scaling is not None:
+            needs = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+            if self.rope_scaling.get("rope_type") != "llama3" or not needs <= self.rope_scaling.keys():
+                raise ValueError(f"rope_scaling={self.rope_scaling} is not understood: only rope_type 'llama3' with {', '.join(sorted(needs))} is, or None")
 
     @property
     def sites(self):

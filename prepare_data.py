@@ -352,6 +352,8 @@ def first_line(error):
 
 def expand(source):
     """(path, bytes, time of change) of each file of a source, in sorted order. Files of the hub are URLs that hold their commit."""
+    if not source.strip():
+        raise UserError("--source= has an empty name in it: write files, folders, globs, stdlib or hub:NAME, with a comma between two")
     if source.startswith("hub:"):
         paths = hub_files(source)
     elif source == "stdlib":

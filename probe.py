@@ -25,7 +25,7 @@ import torch
 from configurator import Parser, UserError, cli
 from prepare_data import ValWindows, find_dataset, load_tokenizer, open_bin
 from report import table
-from train import load_model
+from train import check_device, load_model
 
 
 def weights_of(keys, query, heads):
@@ -141,7 +141,10 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out_dir", default="probe", help="where probe.json, sites.png and perhead.png go")
     args = parser.parse_args()
-    model, meta = load_model(args.ckpt, args.device, torch.float32, args.weights, kernel="torch")
+    if args.slices < 1 or args.windows < 1 or args.sources < 2:
+        raise UserError("--slices and --windows are 1 or more, --sources is 2 or more")
+    device = check_device(args.device)
+    model, meta = load_model(args.ckpt, device, torch.float32, args.weights, kernel="torch")
     config = model.config
     if config.residual not in ("attnres", "mhar", "delta"):
         raise UserError(f"{args.ckpt} has residual={config.residual}, which routes nothing: give a checkpoint of attnres, mhar or delta")
@@ -157,7 +160,7 @@ def main():
         windows = list(val.batch(range(val.n))[:, :-1])
     if len(windows) < 2:
         raise UserError(f"the text has fewer than two windows of block_size={config.block_size} tokens: give a longer one with --text=")
-    batches = [torch.from_numpy(w)[None].to(args.device) for w in windows]
+    batches = [torch.from_numpy(w)[None].to(device) for w in windows]
     first, second = (measure(model, half, args.slices) for half in (batches[0::2], batches[1::2]))  # disjoint text
 
     rows, few = first["sites"], [r for r in first["sites"] if r["sources"] <= args.sources]

@@ -9,7 +9,7 @@ import torch
 from configurator import Parser, UserError, cli
 from model import KVCache
 from prepare_data import load_tokenizer
-from train import load_model
+from train import check_device, load_model
 
 
 def choose(logits, temperature, top_k, top_p, generator):
@@ -77,26 +77,27 @@ def main():
     parser = Parser(description=__doc__)
     parser.add_argument("ckpt", metavar="CKPT", help="a checkpoint, or a run's folder")
     parser.add_argument("--prompt", default="", help="text to go on from; without it a new document")
-    parser.add_argument("--max_new_tokens", type=int, default=200)
+    parser.add_argument("--max_new_tokens", type=int, default=200, help="tokens to generate (default 200); with the prompt at most block_size")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     parser.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest; 0: from all")
     parser.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest that make up this share")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num_samples", type=int, default=1)
-    parser.add_argument("--weights", choices=["raw", "ema"], default="raw")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
+    parser.add_argument("--num_samples", type=int, default=1, help="how many, drawn side by side (default 1)")
+    parser.add_argument("--weights", choices=["raw", "ema"], default="raw", help="ema: the running average, of a run with --ema_decay=")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    if args.temperature < 0 or args.top_k < 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1 or args.num_samples < 1:
-        raise UserError("--temperature and --top_k are 0 or more, --top_p is over 0 and at most 1, --max_new_tokens and --num_samples are 1 or more")
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"--device={args.device}: torch sees no CUDA GPU here; use --device=cpu")
-    model, meta = load_model(args.ckpt, args.device, torch.bfloat16 if args.device.startswith("cuda") else torch.float32, args.weights)
+    if not 0 <= args.temperature < 1e9 or 0 < args.temperature < 1e-6 or not 0 <= args.seed < 2**63 or args.top_k < 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1 or args.num_samples < 1:
+        raise UserError("--temperature (0, or 1e-6 and more), --top_k and --seed are 0 or more, --top_p is over 0 and at most 1, --max_new_tokens and --num_samples are 1 or more")
+    device = check_device(args.device)
+    model, meta = load_model(args.ckpt, device, torch.bfloat16 if device.type == "cuda" else torch.float32, args.weights)
     tokenizer = load_tokenizer(meta["data"]["tokenizer"])
     ids = tokenizer.encode(args.prompt).astype("int64").tolist() or [tokenizer.eot]
+    if len(ids) >= model.config.block_size:
+        raise UserError(f"the prompt's {len(ids)} tokens fill the model's block_size={model.config.block_size}: shorten it")
     if len(ids) + args.max_new_tokens > model.config.block_size:
         raise UserError(
             f"the prompt's {len(ids)} tokens and --max_new_tokens={args.max_new_tokens} do not fit into the model's block_size={model.config.block_size}: "
-            f"shorten it, or give --max_new_tokens={max(1, model.config.block_size - len(ids))} or less"
+            f"shorten it, or give --max_new_tokens={model.config.block_size - len(ids)} or less"
         )
     prompt = torch.tensor([ids] * args.num_samples, device=args.device)
     texts, running = [[] for _ in range(args.num_samples)], [True] * args.num_samples

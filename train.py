@@ -92,6 +92,12 @@ class TrainConfig:
         for name in ("batch_size", "global_batch_size", "max_steps", "eval_interval", "eval_windows", "save_interval", "keep_checkpoints", "log_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("warmup_steps", "weight_decay", "route_weight_decay", "grad_clip", "z_loss", "route_lr_scale", "adam_eps", "learning_rate", "seed"):
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) < (2**63 if name == "seed" else math.inf):
+                raise ValueError(f"{name}={getattr(self, name)} must be 0 or more" + ", and under 2^63" * (name == "seed"))
+        for name in ("beta1", "beta2", "ema_decay", "min_lr_ratio"):
+            if not 0 <= getattr(self, name) <= 1 or (name != "min_lr_ratio" and getattr(self, name) == 1):
+                raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1")
 
 
 # What may change between two starts of one run: none of it moves a loss beyond rounding.
@@ -152,13 +158,19 @@ def newest_whole(out_dir):
             if any((ckpt / "optimizer").glob("*.safetensors")):
                 return ckpt, damage
             damage.append(f"{ckpt} has no optimizer state")
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, KeyError, SafetensorError, UserError) as error:
             damage.append(f"{ckpt} is damaged ({error})")
     return None, damage
 
 
 def read_meta(ckpt):
-    return json.loads((ckpt / "meta.json").read_text())
+    try:
+        meta = json.loads((ckpt / "meta.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{ckpt / 'meta.json'} cannot be read ({error}): take another checkpoint") from error
+    if missing := {"step", "model_config", "train_config", "data"} - meta.keys():
+        raise UserError(f"{ckpt / 'meta.json'} lacks {sorted(missing)}: take another checkpoint")
+    return meta
 
 
 def load_weights(model, ckpt, name="model.safetensors", into=None):
@@ -169,7 +181,10 @@ def load_weights(model, ckpt, name="model.safetensors", into=None):
     own = into or dict(model.named_parameters())
     index = ckpt / f"{name}.index.json"
     files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [name]
-    stored = {key: file for file in [safe_open(ckpt / f, "pt") for f in files] for key in file.keys()}
+    try:
+        stored = {key: file for file in [safe_open(ckpt / f, "pt") for f in files] for key in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"the weights in {ckpt} cannot be read ({error}): take another checkpoint") from error
     shapes = {key: stored[key].get_slice(key).get_shape() for key in own.keys() & stored.keys()}
     wrong = {
         "missing": own.keys() - stored.keys(),
@@ -319,6 +334,21 @@ def check_same_run(out_dir, then_train, then_model, cfg, config):
 # ----------------------------------------------------------------------------------------------------------------------
 # Machine
 # ----------------------------------------------------------------------------------------------------------------------
+def check_device(name):
+    """The torch device called `name`, if there is one here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda", "mps"):
+        raise UserError(f"--device={name} is not a device: cpu, cuda, cuda:1 or mps") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device={name}: torch sees no CUDA GPU here; use --device=cpu")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise UserError(f"--device={name}: torch sees no Apple GPU here; use --device=cpu")
+    return device
+
+
 def choose_device(cfg, local_rank):
     """(torch device, activation dtype, why) from what was asked for and what is there."""
     if cfg.device == "auto":
@@ -326,13 +356,8 @@ def choose_device(cfg, local_rank):
         why = "found" if kind != "cpu" else "no GPU found"
     else:
         kind, why = cfg.device, "asked for"
-    try:
-        device = torch.device(kind)
-    except RuntimeError:
-        raise UserError(f"--device={cfg.device} is not a device: auto, cpu, cuda, cuda:1 or mps") from None
+    device = check_device(kind)
     if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise UserError(f"--device={cfg.device}: torch sees no CUDA GPU here; use --device=cpu or --device=auto")
         device = torch.device("cuda", (device.index or 0) if "RANK" not in os.environ else local_rank)
         if device.index >= torch.cuda.device_count():
             raise UserError(f"{device} asked for, but there are {torch.cuda.device_count()} GPUs: give one of cuda:0..{torch.cuda.device_count() - 1}, or start fewer processes")
@@ -482,7 +507,7 @@ def main():
             if rank == 0:
                 print(f"{out_dir} is finished: {meta['step']} of {cfg.max_steps} steps are done")
             return
-    elif (out_dir / "log.jsonl").exists():  # it died before its first checkpoint
+    elif read_log(out_dir):  # it died before its first checkpoint
         start = read_log(out_dir)[0]
         check_same_run(out_dir, start["config"], start["model_config"], cfg, config)
 
@@ -557,7 +582,10 @@ def main():
         print(f"device      {device} ({why_device}); activations {dtype}, weights {cfg.param_dtype}; compile {'on' if compiled else 'off'}, CUDA graph {'on' if graphed else 'off'}".replace("torch.", ""))
         print(f"routing     {kernel} ({why_kernel})")
         print(f"run         {out_dir}, {f'going on after step {step} from {ckpt}' if ckpt else 'from the start'}", flush=True)
-        out_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            out_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--out_dir={out_dir} cannot be made ({error}): give another folder") from error
         if ckpt:  # keep what the checkpoint has seen
             logged = [e for e in read_log(ckpt.parent) if e["event"] in ("train", "val") and e["step"] <= step]
         start = {"event": "start", "config": asdict(cfg) | {"out_dir": str(out_dir)}, "model_config": asdict(config), "params": counts, "device": why_device, "dtype": str(dtype).removeprefix("torch."),
@@ -663,14 +691,17 @@ def main():
 
         saving = step % cfg.save_interval == 0 or step == cfg.max_steps
         if step % cfg.log_interval == 0 or evaluating or saving:
-            mean_loss, bad, signals, written = all_reduce([loss / world, bad_step, len(stop), checkpointer.written()], device)
+            if evaluating or saving:  # the weights themselves: what the update made of a finite gradient
+                size = torch.stack(torch._foreach_norm([local(p.detach()) for p in model.parameters()])).sum()
+                bad_step = torch.where((bad_step == 0) & ~torch.isfinite(size), step, bad_step)
+            mean_loss, bad, signals, written = all_reduce([loss / world, bad_step > 0, len(stop), checkpointer.written()], device)
             if written == world:
                 checkpointer.finish()
             if bad:
                 progress.close()
                 checkpointer.finish()
                 where = f"the checkpoint of step {saved_step} in {out_dir} is untouched" if saved_step else "no checkpoint was written"
-                sys.exit(f"error: step {round(bad / world)}: loss or gradient is not finite (lr {lr:.3g}, loss {mean_loss:.4g}, gradient norm {grad_norm:.4g}); {where}")
+                sys.exit(f"error: step {int(bad_step) or step}: loss, gradient or weights are not finite (lr {lr:.3g}, loss {mean_loss:.4g}, gradient norm {grad_norm:.4g}); {where}")
             seconds, steps = time.perf_counter() - since, step - last_log
             rate = steps * tokens_per_step / seconds
             event = {"event": "train", "step": step, "loss": mean_loss, "lr": lr, "grad_norm": grad_norm.item(), "tokens": step * tokens_per_step, "tok_per_s": rate,

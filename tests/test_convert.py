@@ -508,7 +508,8 @@ convert_8b.cli(convert_8b.main)
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_killed(how, source, tmp_path):
     """Whatever stops it, no folder looks finished; stopped gently it leaves nothing, killed it leaves a part that the next call names."""
-    process = subprocess.Popen([sys.executable, "-c", SLOW, "import", source[FIRST], tmp_path / "a"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-c", SLOW, "import", source[FIRST], tmp_path / "a"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # a background shell ignores it
     for _ in range(3):
         assert process.stdout.readline()
     process.send_signal(how)
