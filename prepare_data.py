@@ -508,8 +508,8 @@ def json_text(line, settings, reading):
     """The text in a line of jsonl, or None. Half a surrogate pair, which JSON can spell and UTF-8 cannot, counts as bad UTF-8."""
     try:
         row = json.loads(decode_utf8(line, settings, reading))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{reading.where()}: broken JSON ({error.msg}); repair or remove the line") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{reading.where()}: broken JSON ({getattr(error, 'msg', 'nested too deeply')}); repair or remove the line") from error
     if not isinstance(row, dict):
         raise UserError(f"{reading.where()}: a {type(row).__name__} where an object with a text column belongs; repair or remove the line")
     text = row[column := text_column(row, settings, reading)]
@@ -775,19 +775,21 @@ def check(settings):
     if not tokenizer.n_text <= settings.eot < tokenizer.n_ids:
         special = f"{tokenizer.n_text} to {tokenizer.n_ids - 1}" if tokenizer.n_ids > tokenizer.n_text + 1 else tokenizer.n_text
         raise UserError(f"eot={settings.eot}: not a special token of {tokenizer.name}; those are {special}, the usual one is {tokenizer.eot}")
-    if settings.seed < 0:
-        raise UserError(f"seed={settings.seed} must not be negative")
     if not 0 < settings.val_fraction < 1 and (settings.val_protocol, settings.val_fraction) != ("paper", 1):
         raise UserError(f"val_fraction={settings.val_fraction} must lie between 0 and 1")
     if settings.size is not None and settings.size <= 0:
         raise UserError(f"size={settings.size} must be above 0")
+    if not 0 <= settings.seed < 2**63 or settings.workers < 0:
+        raise UserError(f"seed={settings.seed} must be 0 or more and under 2^63, workers={settings.workers} 0 or more")
     sources, shares = [source.strip() for source in settings.source.split(",")], None
     if settings.shares:
         if settings.source not in ("stdlib", "mix"):
             raise UserError(f"source={settings.source} and a mix: give one of them")
         sources, shares = list(settings.shares), list(settings.shares.values())
-        if not all(isinstance(share, int | float) and share > 0 for share in shares) or min(abs(sum(shares) - 1), abs(sum(shares) / 100 - 1)) > 0.005:
-            raise UserError(f"shares {shares} sum to {sum(shares):g}; they must be above 0 and sum to 1 or to 100")
+        if not all(isinstance(share, int | float) and share > 0 for share in shares):
+            raise UserError(f"shares {shares} must be numbers above 0")
+        if min(abs(sum(shares) - 1), abs(sum(shares) / 100 - 1)) > 0.005:
+            raise UserError(f"shares {shares} sum to {sum(shares):g}; they must sum to 1 or to 100")
         settings.source, shares = "mix", [share / sum(shares) for share in shares]
     elif settings.size:
         if len(sources) > 1:
