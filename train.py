@@ -548,7 +548,11 @@ def main():
     forward = compiler(model) if compiled and cfg.parallel == "ddp" else model
     trained = forward
     if distributed and cfg.parallel == "ddp":
-        trained = DistributedDataParallel(forward, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+        side = torch.cuda.Stream() if graphed else None  # its gradient hooks run on the stream that it is made on: a graph cannot hold the default one
+        with torch.cuda.stream(side):
+            trained = DistributedDataParallel(forward, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+        if side:
+            torch.cuda.current_stream().wait_stream(side)
 
     def forward_backward(x, y, last):
         """One micro-step: adds its share to the gradients; those of all ranks are summed up in the last one of an optimizer step."""
@@ -588,16 +592,16 @@ def main():
             raise UserError(f"--out_dir={out_dir} cannot be made ({error}): give another folder") from error
         if ckpt:  # keep what the checkpoint has seen
             logged = [e for e in read_log(ckpt.parent) if e["event"] in ("train", "val") and e["step"] <= step]
-        start = {"event": "start", "config": asdict(cfg) | {"out_dir": str(out_dir)}, "model_config": asdict(config), "params": counts, "device": why_device, "dtype": str(dtype).removeprefix("torch."),
+        start = {"event": "start", "time": round(time.time(), 3), "config": asdict(cfg) | {"out_dir": str(out_dir)}, "model_config": asdict(config), "params": counts, "device": why_device, "dtype": str(dtype).removeprefix("torch."),
                  "kernel": kernel, "tokens_per_step": tokens_per_step, "flops_per_token": flops, "data": {"dataset": str(cfg.dataset), "sha256": train_bin.header["sha256"], "val_sha256": val_bin.header["sha256"]}}  # fmt: skip
         write_atomically(log_path, "".join(json.dumps(e) + "\n" for e in [start, *logged]))
         trackers = open_trackers(cfg, out_dir, start)
 
     def log(event):
         if rank == 0:
-            logged.append(event)
+            logged.append(event | {"time": round(time.time(), 3)})
             with open(log_path, "a") as f:
-                f.write(json.dumps(event) + "\n")
+                f.write(json.dumps(logged[-1]) + "\n")
             for tracker in trackers:
                 tracker(event)
 

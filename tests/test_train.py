@@ -170,7 +170,7 @@ def test_any_split_gives_the_same_losses(dataset, tmp_path):
 
 
 def test_resume_on_other_ranks(dataset, tmp_path):
-    """12 steps on two ranks; 6 of them continued on one and on two, DDP and FSDP each from the other's checkpoint, EMA and micro-steps on."""
+    """12 steps on two ranks; 6 of them continued on one, two and four, DDP and FSDP each from the other's checkpoint, EMA and micro-steps on."""
     flags = ["--ema_decay=0.9", "--batch_size=2"]
 
     def cut(source, target):
@@ -182,16 +182,28 @@ def test_resume_on_other_ranks(dataset, tmp_path):
     again = [cut("ddp", "ddp to ddp"), [*cut("ddp", "ddp to fsdp"), "--parallel=fsdp"], cut("fsdp", "fsdp to ddp"), [*cut("fsdp", "fsdp to fsdp"), "--parallel=fsdp"]]
     torchrun(2, again, dataset, tmp_path)
     run(*cut("fsdp", "fsdp to one"), dataset=dataset)
+    torchrun(4, [cut("fsdp", "fsdp to ddp on four"), [*cut("ddp", "ddp to fsdp on four"), "--parallel=fsdp"]], dataset, tmp_path)
     straight, ema = numbers(tmp_path / "ddp"), [e["loss_ema"] for e in events(tmp_path / "ddp", "val")]
-    for name in ("fsdp", "ddp to ddp", "ddp to fsdp", "fsdp to ddp", "fsdp to fsdp", "fsdp to one"):
+    for name in ("fsdp", "ddp to ddp", "ddp to fsdp", "fsdp to ddp", "fsdp to fsdp", "fsdp to one", "fsdp to ddp on four", "ddp to fsdp on four"):
         for a, b in zip(straight, numbers(tmp_path / name), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, err_msg=name)
         np.testing.assert_allclose(ema, [e["loss_ema"] for e in events(tmp_path / name, "val")], rtol=2e-5, err_msg=name)
-    for name, same in (("ddp", "ddp to ddp"), ("fsdp", "fsdp to fsdp")):  # the layout unchanged: to the bit
-        assert numbers(tmp_path / name) == numbers(tmp_path / same)
+
+
+def test_resume_is_exact_on_two_ranks(dataset, tmp_path):
+    """8 steps equal 4 + 4 to the bit, for every method under DDP and FSDP, EMA and micro-steps on."""
+    flags = ["--ema_decay=0.9", "--batch_size=2", "--max_steps=8", "--save_interval=4", "--eval_interval=4"]
+    runs = {f"{m} {p}": [*METHODS[m], f"--parallel={p}", *flags] for m in METHODS for p in ("ddp", "fsdp")}
+    torchrun(2, [[*f, f"--out_dir={tmp_path}/{name}"] for name, f in runs.items()], dataset, tmp_path)
+    for name in runs:
+        shutil.copytree(tmp_path / name, tmp_path / f"{name} again")
+        shutil.rmtree(tmp_path / f"{name} again/step_00000008")
+    torchrun(2, [[*f, f"--out_dir={tmp_path}/{name} again"] for name, f in runs.items()], dataset, tmp_path)
+    for name in runs:
+        assert numbers(tmp_path / name) == numbers(tmp_path / f"{name} again"), name
         for file in ("model", "ema"):
-            a, b = (load_file(tmp_path / x / f"step_00000012/{file}.safetensors") for x in (name, same))
-            assert all(torch.equal(a[n], b[n]) for n in a)
+            a, b = (load_file(tmp_path / x / f"step_00000008/{file}.safetensors") for x in (name, f"{name} again"))
+            assert all(torch.equal(a[n], b[n]) for n in a), name
 
 
 def test_ema(dataset, tmp_path):
@@ -317,6 +329,7 @@ def test_log(dataset, tmp_path, capsys):
     assert start["tokens_per_step"] == 8 * 32 and start["kernel"] == "torch" and start["params"]["routing"] == 4 * (3 * 32 + 1)
     assert last["tokens"] == 12 * 8 * 32 and last["mfu"] is None and last["lr"] == pytest.approx(3e-3 * (0.1 + 0.9 * (1 + np.cos(0.75 * np.pi)) / 2))
     assert last["gate_grad_norm"] > 0 and last["query_grad_norm"] > 0 and 0 < last["route_entropy"] < np.log(10)
+    assert start["time"] <= last.pop("time") <= val["time"] <= end.pop("time") < time.time() + 1
     assert end == {"event": "end", "step": 12, "val_tail_mean": pytest.approx(np.mean([e["loss"] for e in events(tmp_path / "a", "val")])), "val_tail_count": 2}
     assert list((tmp_path / "a/tensorboard").iterdir())
     said = capsys.readouterr().out
