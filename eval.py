@@ -1,0 +1,656 @@
+"""How good is a checkpoint, and is another one better: held-out loss, the paper's zero-shot protocol, lm-evaluation-harness tasks.
+
+    python eval.py out/demo_baseline out/demo_mhar                       # held-out loss, perplexity, bits per byte, and their difference
+    python eval.py out/demo_mhar --windows=documents                     # every held-out document from its own beginning
+    python eval.py out/mhar_1b_baseline out/mhar_1b_mhar --protocol=paper   # WikiText-2, LAMBADA, HellaSwag as in the paper's Table 2
+    python eval.py out/marin_8b_plain out/marin_8b_delta --weights=ema --tasks=mmlu,gpqa_main_zeroshot,gsm8k,minerva_math
+    python eval.py out/demo_mhar --tasks=my_task --include_path=tasks/   # a task of your own, offline
+
+Everything is a sum of log-probabilities of token ids, or greedy generation, so there is one function for each: Checkpoint.score and
+Checkpoint.generate. Several checkpoints are compared item by item with the first: 0/1 outcomes by McNemar's exact test, all else by
+a paired bootstrap. Results and single outcomes go to a JSON file, which is never one that is there already.
+"""
+import difflib
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import sys
+import time
+import unicodedata
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
+
+try:  # only --tasks and --protocol=full need it
+    from lm_eval.api.model import TemplateLM
+except ImportError:
+    TemplateLM = object
+
+from configurator import Parser, UserError, cli
+from model import KVCache, choose_kernel
+from prepare_data import TOKENIZERS, ValWindows, find_dataset, first_line, load_tokenizer, open_bin, rank_file
+from report import table
+from sample import choose, recorded
+from train import check_device, find_checkpoint, load_model, read_meta
+
+# task: (shots, the metric that the paper's Table 3 reports). It does not say how many shots MMLU had; five is the custom.
+PAPER = {"mmlu": (5, "acc,none"), "gpqa_main_zeroshot": (0, "acc,none"), "gsm8k": (5, "exact_match,strict-match"), "minerva_math": (4, "math_verify,none"),
+         "humaneval": (0, "pass@1,create_test"), "mbpp": (3, "pass_at_1,none")}  # fmt: skip
+FULL = ["wikitext", "lambada_openai", "hellaswag"]  # --protocol=full: Table 2's tasks as the harness defines them, whole
+HUB = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test"), "lambada": ("cimec/lambada", "plain_text", "test"), "hellaswag": ("Rowan/hellaswag", "default", "validation")}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Measures and their comparison
+# ----------------------------------------------------------------------------------------------------------------------
+@dataclass
+class Measure:
+    """A number and the items behind it: items {key: (value, weight)}, of which it is sum(value) / sum(weight) unless `value` says otherwise."""
+
+    items: dict
+    value: float | None = None
+    stderr: float | None = None
+    unit: str = ""
+
+    def __post_init__(self):
+        if self.value is None:
+            v, w = np.array(list(self.items.values()), float).T
+            self.value = v.sum() / w.sum()
+            spread = v - self.value * w  # of a ratio of sums, to first order
+            self.stderr = math.sqrt((spread**2).sum() * len(v) / (len(v) - 1)) / w.sum() if len(v) > 1 else None
+
+
+def mcnemar(only_a, only_b):
+    """Two-sided p of McNemar's exact test: only_a items right by a alone, only_b by b alone; a fair coin would have thrown them."""
+    n = only_a + only_b
+    return min(1.0, 2 * sum(math.comb(n, k) for k in range(min(only_a, only_b) + 1)) / 2**n)
+
+
+def bootstrap(difference, weight, seed, draws=10_000):
+    """95% interval of sum(difference) / sum(weight), both [items], when the items are drawn anew with replacement."""
+    rng, n = np.random.default_rng(seed), len(weight)
+    means = []
+    for _ in range(draws):
+        drawn = rng.integers(0, n, n)
+        means.append(difference[drawn].sum() / weight[drawn].sum())
+    return np.quantile(means, [0.025, 0.975]).tolist()
+
+
+def compare(a, b, seed):
+    """The paired comparison of Measure b with Measure a: a dict that ends in words."""
+    va, vb = (np.array([m.items[key][0] for key in a.items], float) for m in (a, b))
+    weight = np.array([w for _, w in a.items.values()], float)
+    found = {"items": len(va), "difference": b.value - a.value}
+    if set(va) | set(vb) <= {0.0, 1.0} and set(weight) == {1.0}:
+        only_a, only_b = int((va > vb).sum()), int((vb > va).sum())
+        p = mcnemar(only_a, only_b)
+        return found | {"test": "McNemar, exact", "only_first": only_a, "only_this": only_b, "p": p,
+                        "words": f"{only_b} of {len(va)} right here alone, {only_a} there alone: p = {p:.2g} (McNemar, exact)"}  # fmt: skip
+    mean, (low, high) = (vb - va).sum() / weight.sum(), bootstrap(vb - va, weight, seed)
+    return found | {"test": "paired bootstrap", "mean_difference": mean, "low": low, "high": high, "seed": seed,
+                    "words": f"{mean:+.4f} {a.unit}, 95% interval {low:+.4f} to {high:+.4f} (paired bootstrap over {len(va)} items)"}  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tokenizers: prepare_data.py's, or the tokenizer.json of an imported model
+# ----------------------------------------------------------------------------------------------------------------------
+@dataclass
+class Text:
+    """encode(text) -> list of ids without a bos; decode(ids) -> text; ids from n_ids on are padding rows of the model; bos None: it has none."""
+
+    name: str
+    encode: Callable
+    decode: Callable
+    n_ids: int
+    bos: int | None
+    eot: int
+
+
+def load_text(meta, flag, ckpt):
+    """The Text of a checkpoint: what --tokenizer says, or its meta.json, or else the tokenizer.json that it was imported with."""
+    beside = Path((meta.get("origin") or {}).get("source", ""), "tokenizer.json")
+    name = flag or meta["data"]["tokenizer"] or (str(beside) if beside.is_file() else None)
+    if name is None:
+        raise UserError(f"{ckpt} names no tokenizer: give --tokenizer= one of bytes, {', '.join(TOKENIZERS)}, or the path of its tokenizer.json")
+    if name == "bytes" or name in TOKENIZERS:
+        t = load_tokenizer(name)
+        encode = lambda text: t.encode(unicodedata.normalize("NFC", text) if t.nfc else text).tolist()
+        return Text(name, encode, t.decode, t.n_ids, t.n_text if name == "llama3" else None, t.eot)
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    if not path.is_file():
+        raise UserError(f"--tokenizer={name}: no such file, and no tokenizer of that name: there are bytes, {', '.join(TOKENIZERS)}, and paths of a tokenizer.json")
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise UserError(f"{path} needs a package that is not here: pip install tokenizers") from error
+    try:
+        t = Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises nothing narrower
+        raise UserError(f"{path} is not a tokenizer ({first_line(error)}): fetch it again") from error
+    said, config = ({}, (meta.get("origin") or {}).get("config") or {})
+    if (path.parent / "tokenizer_config.json").is_file():
+        said = json.loads((path.parent / "tokenizer_config.json").read_text())
+
+    def special(which):
+        token = said.get(f"{which}_token")
+        id = t.token_to_id(token["content"] if isinstance(token, dict) else token) if token else config.get(f"{which}_token_id")
+        return id[0] if isinstance(id, list) else id
+
+    eot = special("eos")
+    if eot is None:
+        raise UserError(f"{path} does not say what ends a text: put a tokenizer_config.json with eos_token beside it")
+    plain = lambda text: t.encode(text, add_special_tokens=False).ids
+    with_bos = t.encode("a").ids
+    bos = with_bos[0] if with_bos[1:] == plain("a") else None  # as the tokenizer itself would have it
+    return Text(str(path), plain, lambda ids: t.decode(ids, skip_special_tokens=True), t.get_vocab_size(), bos, eot)
+
+
+def token_bytes(tokenizer):
+    """int64 [rows]: how many bytes of text an id spells; 0 for special tokens and padding."""
+    t = load_tokenizer(tokenizer)
+    lengths = np.zeros(t.vocab, np.int64)
+    if tokenizer == "bytes":
+        lengths[: t.n_text] = 1
+    else:
+        from tiktoken.load import load_tiktoken_bpe
+
+        for token, id in load_tiktoken_bpe(str(rank_file(tokenizer))).items():
+            lengths[id] = len(token)
+    return lengths
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A checkpoint that scores and generates
+# ----------------------------------------------------------------------------------------------------------------------
+class LeftPadded(KVCache):
+    """A KVCache for prompts of several lengths, aligned at their ends: row b begins at start[b] ([B] int64). Rotary embeddings see
+    differences of positions only, so that a row does not notice where it begins."""
+
+    def __init__(self, config, start, length, device, dtype):
+        super().__init__(config, len(start), length, device, dtype)
+        self.start = start.to(device)
+
+    def open(self, T):
+        rope, layers = super().open(T)
+        _, _, positions, causal = layers[0]
+        keys = torch.arange(causal.size(1), device=causal.device)
+        seen = (keys >= self.start[:, None, None]) | (keys == positions[:, None])  # padding sees itself: a row of nothing would be NaN
+        return rope, [(k, v, positions, (causal & seen)[:, None]) for k, v, _, _ in layers]  # mask [B, 1, T, length]
+
+
+def answer_head(n_ids, x, weight, targets, z_loss):
+    """In place of the model's loss: log-probabilities of single ids among the n_ids that mean something, fp32, and whether each is the
+    likeliest. targets: (rows, positions, ids), int64 [N] each -> two [N]. Logits are made for these positions alone, 2,048 at a time."""
+    logp, greedy = [], []
+    for row, position, id in zip(*(t.split(2048) for t in targets)):
+        logits = F.linear(x[row, position], weight[:n_ids]).float()
+        logp.append(logits.gather(1, id[:, None])[:, 0] - logits.logsumexp(-1))
+        greedy.append(logits.argmax(-1) == id)
+    return torch.cat(logp), torch.cat(greedy)
+
+
+class Checkpoint:
+    """A model on its device, with its tokenizer and how it is asked. Compute is bf16 on CUDA, as train.py's evaluation: big matrices are cast
+    once, norms and routing keep the precision they are stored in. Log-probabilities are fp32."""
+
+    def __init__(self, path, args):
+        self.path, self.device = path, check_device(args.device)
+        self.model, self.meta = load_model(path, self.device, weights=args.weights)
+        self.dtype = getattr(torch, args.dtype or ("bfloat16" if self.device.type == "cuda" else "float32"))
+        for module in self.model.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                module.to(self.dtype)
+        if self.dtype == torch.float32:
+            self.model.float()
+        self.mixed = any(p.dtype != self.dtype for p in self.model.parameters())
+        self.model.residual.kernel = choose_kernel("auto", self.model.config, self.device, self.dtype)[0]
+        self.block_size = context_of(self.meta, args)
+        self.batch_size, self.cut, self.shortened, self.first_ids = args.batch_size, 0, 0, None
+        self.text = None
+
+    def read_text(self, args):
+        """Load the tokenizer and settle what stands before a text: bos for an imported model whose tokenizer has one, as it was trained;
+        else eot, which stood before every document when it was trained here. With add_bos it stands before every prompt, too."""
+        t = self.text = load_text(self.meta, args.tokenizer, self.path)
+        imported = bool(self.meta.get("origin"))
+        which = args.prefix_token if args.prefix_token != "auto" else "bos" if imported and t.bos is not None else "eot"
+        if which == "bos" and t.bos is None:
+            raise UserError(f"--prefix_token=bos: the tokenizer {t.name} puts none before a text; give eot or an id")
+        self.prefix = {"bos": t.bos, "eot": t.eot}.get(which, which)
+        if not str(self.prefix).isdigit() or not 0 <= int(self.prefix) < t.n_ids:
+            raise UserError(f"--prefix_token={args.prefix_token} is none of auto, bos, eot and the ids 0 to {t.n_ids - 1}")
+        self.prefix = int(self.prefix)
+        self.add_bos = which == "bos" if args.add_bos == "auto" else args.add_bos == "true"
+        if t.n_ids > self.model.config.vocab_size:
+            raise UserError(f"the tokenizer {t.name} has {t.n_ids:,} ids, {self.path} only {self.model.config.vocab_size:,} rows: give --tokenizer= the one it was trained with")
+
+    def encode(self, text, bos=None):
+        """Ids of a text, after the prefix token if bos (None: as add_bos says)."""
+        ids = self.text.encode(text)
+        return [self.prefix, *ids] if (self.add_bos if bos is None else bos) and ids[:1] != [self.prefix] else ids
+
+    def autocast(self):
+        return torch.autocast(self.device.type, self.dtype) if self.mixed else nullcontext()
+
+    @torch.no_grad()
+    def score(self, pairs, what, n_ids=None):
+        """[(log-probabilities of the answer's tokens, fp32 [n], whether it is what greedy decoding would say)] of pairs of lists of ids
+        (context, answer). Pairs that give the model the same input share a pass. What does not fit into block_size is cut off at the
+        left and counted in self.cut; UserError where an answer alone does not fit."""
+        asked = {}
+        for i, (context, answer) in enumerate(pairs):
+            if len(answer) > self.block_size:
+                raise UserError(f"{what}: an answer of {len(answer)} tokens does not fit into the context of {self.block_size}; leave this task out")
+            ids = [*context, *answer]
+            self.cut += len(ids) > self.block_size + 1
+            asked.setdefault(tuple(ids[-self.block_size - 1 : -1]), []).append((i, answer))
+        order, scored = sorted(asked, key=len, reverse=True), [None] * len(pairs)
+        self.first_ids = self.first_ids or list(pairs[0][0][:5])
+        self.model.loss_head = lambda *head: answer_head(n_ids or self.text.n_ids, *head)
+        with tqdm(total=len(order), desc=what, unit="input", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30) as progress:
+            for first in range(0, len(order), self.batch_size):
+                batch = order[first : first + self.batch_size]
+                idx = torch.zeros(len(batch), max(1, len(batch[0])), dtype=torch.int64)
+                places, where = [], []
+                for row, ids in enumerate(batch):
+                    idx[row, : len(ids)] = torch.tensor(ids)
+                    for i, answer in asked[ids]:
+                        places += [(row, len(ids) - len(answer) + j, id) for j, id in enumerate(answer)]
+                        where.append((i, len(answer)))
+                targets = torch.tensor(places, dtype=torch.int64).view(-1, 3).T.to(self.device)
+                with self.autocast():
+                    logp, greedy = self.model(idx.to(self.device), tuple(targets))
+                sizes = [n for _, n in where]
+                for (i, _), p, g in zip(where, logp.cpu().split(sizes), greedy.cpu().split(sizes)):
+                    scored[i] = p.numpy(), bool(g.all())
+                progress.update(len(batch))
+        return scored
+
+    @torch.no_grad()
+    def generate(self, prompts, stops, new, *how, generator=None):
+        """Texts that go on from prompts (lists of ids), at most `new` tokens long, ending before the first of the stop strings or at the end
+        of text. how: temperature, top_k, top_p of sample.choose. Prompt and `new` together fit into block_size."""
+        longest, tail = max(map(len, prompts)), max([len(s.encode()) for s in stops], default=0) + 4  # a token is a byte or more
+        start = torch.tensor([longest - len(p) for p in prompts])
+        idx = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=self.device)
+        cache, step = LeftPadded(self.model.config, start, longest + new, self.device, self.dtype), None
+        texts, running = [[] for _ in prompts], [True] * len(prompts)
+        with self.autocast():
+            for part in idx.split(512, 1):  # a long prompt's attention scores at once would be the most memory of all
+                logits = self.model(part, cache=cache)[:, -1]
+            for i in range(new):
+                token = choose(logits[:, : self.text.n_ids].float(), *how, generator)
+                for row, id in enumerate(token.tolist()):
+                    if running[row] and id != self.text.eot:
+                        texts[row].append(id)
+                        end = self.text.decode(texts[row][-tail:])
+                        running[row] = not any(s in end for s in stops)
+                    else:
+                        running[row] = False
+                if not any(running) or i + 1 == new:
+                    break
+                if step is None:
+                    step = recorded(self.model, token, cache) if self.device.type == "cuda" else lambda token: self.model(token[:, None], cache=cache)[:, -1]
+                logits = step(token)
+        return [cut(self.text.decode(ids), stops) for ids in texts]
+
+
+def cut(text, stops):
+    """The text before the first of the stop strings."""
+    return text[: min([text.find(s) for s in stops if s in text], default=len(text))]
+
+
+def context_of(meta, args):
+    own = meta["model_config"]["block_size"]
+    if args.block_size and not 1 <= args.block_size <= own:
+        raise UserError(f"--block_size={args.block_size}: the checkpoint's context is {own}; give at most that")
+    return args.block_size or own
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# (a) Held-out loss
+# ----------------------------------------------------------------------------------------------------------------------
+def held_out(ckpt, val, windows, limit):
+    """{measure: Measure} on a val.bin. windows: how many of train.py's fixed windows, or "all" of them; or "documents", each read from its
+    beginning after the eot before it, a long one in windows of the context. Loss counts every token, bits per byte those that spell text."""
+    name, eot, T = val.header["tokenizer"], val.header["eot"], ckpt.block_size
+    if windows == "documents":
+        ends = np.flatnonzero(val.tokens == eot)[:limit]
+        pairs = []  # (document, its part after what came before)
+        for d, (begin, end) in enumerate(zip([-1, *ends], ends)):
+            ids = [eot, *val.tokens[begin + 1 : end + 1].tolist()]
+            pairs += [(d, ids[i : i + T + 1]) for i in range(0, len(ids) - 1, T)]
+    else:
+        reader = ValWindows(val, T, sys.maxsize if windows == "all" else int(windows))
+        pairs = [(i, reader.batch([i])[0].tolist()) for i in range(reader.n)][:limit]
+    scored = ckpt.score([(ids[:1], ids[1:]) for _, ids in pairs], f"{windows} {'windows' if windows != 'documents' else ''}".strip(), load_tokenizer(name).n_ids)
+    length, loss, bits = token_bytes(name), {}, {}
+    for (key, ids), (logp, _) in zip(pairs, scored):
+        size = length[ids[1:]]
+        add(loss, key, -logp.sum(dtype=float), len(logp))
+        add(bits, key, -logp[size > 0].sum(dtype=float) / math.log(2), int(size.sum()))
+    loss = Measure(loss, unit="nats per token")
+    return {"loss": loss, "perplexity": Measure({}, math.exp(loss.value)), "bits per byte": Measure({k: v for k, v in bits.items() if v[1]}, unit="bits")}
+
+
+def add(items, key, value, weight):
+    v, w = items.get(key, (0.0, 0))
+    items[key] = v + value, w + weight
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# (b) The protocol behind the paper's Table 2: samples of the tasks, scored as the authors' script does
+# ----------------------------------------------------------------------------------------------------------------------
+def protocol_data(folder):
+    """{"wikitext", "lambada": lists of texts, "hellaswag": list of {ctx, endings, label}} from a folder's jsonl or parquet files of these
+    names, or from the hub."""
+    from datasets import load_dataset
+
+    rows = {}
+    for name, (hub, config, split) in HUB.items():
+        files = [p for kind in ("jsonl", "parquet") if folder and (p := Path(folder) / f"{name}.{kind}").is_file()]
+        if folder and not files:
+            raise UserError(f"--protocol_data={folder} has no {name}.jsonl or {name}.parquet: put it there, or leave the flag away to take all from the hub")
+        try:
+            if files:
+                found = load_dataset("json" if files[0].suffix == ".jsonl" else "parquet", data_files=str(files[0]), split="train")
+            else:
+                found = load_dataset(hub, config, split=split)
+            rows[name] = list(found) if name == "hellaswag" else [row["text"] for row in found]
+        except Exception as error:  # no network, a damaged file, another column: one remedy
+            where = files[0] if files else f"{hub} on the hub"
+            raise UserError(f"{name} cannot be read from {where} ({first_line(error)}): give --protocol_data= a folder with wikitext, lambada and hellaswag as .jsonl or .parquet") from error
+    return rows
+
+
+def paper_protocol(ckpt, rows, limit):
+    """{measure: Measure}. WikiText-2: the test text joined by blank lines, its first 200 windows of the context (of T tokens, T - 1 of which are
+    predicted), no overlap. LAMBADA: first 500; right if the first token of the last word is the likeliest. HellaSwag: first 200; the ending
+    with the highest mean log-probability per token, at most 512 tokens in all."""
+    T, most = ckpt.block_size, lambda n: min(n, limit or n)
+    ids = ckpt.encode("\n\n".join(rows["wikitext"]), bos=False)
+    windows = [ids[i : i + T] for i in range(0, len(ids), T)][: most(200)]
+    scored = ckpt.score([(w[:1], w[1:]) for w in windows if len(w) > 1], "paper protocol: WikiText-2")
+    wikitext = Measure({i: (-logp.sum(dtype=float), len(logp)) for i, (logp, _) in enumerate(scored)}, unit="nats per token")
+
+    pairs = []
+    for text in rows["lambada"][: most(500)]:
+        context, _, word = text.strip().rpartition(" ")
+        pairs.append((ckpt.encode(context), ckpt.encode(f" {word}", bos=False)[:1]))
+    lambada = Measure({i: (float(right), 1) for i, (_, right) in enumerate(ckpt.score(pairs, "paper protocol: LAMBADA"))})
+
+    pairs, items = [], rows["hellaswag"][: most(200)]
+    for item in items:
+        for ending in item["endings"]:
+            context, answer = ckpt.encode(item["ctx"]), ckpt.encode(f" {ending}", bos=False)
+            pairs.append((context[-max(1, 512 - len(answer)) :], answer))
+    means = iter([logp.mean() for logp, _ in ckpt.score(pairs, "paper protocol: HellaSwag")])
+    chosen = [int(np.argmax([next(means) for _ in item["endings"]])) for item in items]
+    hellaswag = Measure({i: (float(c == int(item["label"])), 1) for i, (c, item) in enumerate(zip(chosen, items))})
+    return {"WikiText-2 loss": wikitext, "WikiText-2 perplexity": Measure({}, math.exp(wikitext.value)), "LAMBADA accuracy": lambada, "HellaSwag accuracy": hellaswag}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# (c) lm-evaluation-harness
+# ----------------------------------------------------------------------------------------------------------------------
+class Harness(TemplateLM):
+    """A Checkpoint as the harness wants it."""
+
+    def __init__(self, ckpt):
+        super().__init__()
+        self.ckpt = ckpt
+
+    @property
+    def eot_token_id(self):
+        return self.ckpt.text.eot
+
+    @property
+    def prefix_token_id(self):
+        return self.ckpt.prefix
+
+    def tok_encode(self, string, add_special_tokens=None, **_):
+        return self.ckpt.encode(string, add_special_tokens)
+
+    def _loglikelihood_tokens(self, requests, **_):
+        return [(float(logp.sum(dtype=float)), greedy) for logp, greedy in self.ckpt.score([(c, a) for _, c, a in requests], "log-likelihoods")]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        pairs, owner = [], []
+        for i, request in enumerate(requests):
+            ids = self.ckpt.encode(request.args[0], bos=False)
+            windows = get_rolling_token_windows(ids, self.ckpt.prefix, self.ckpt.block_size, 1)
+            pairs += map(make_disjoint_window, windows)
+            owner += [i] * (len(pairs) - len(owner))
+        sums = [0.0] * len(requests)
+        for i, (logp, _) in zip(owner, self.ckpt.score(pairs, "whole texts") if pairs else []):
+            sums[i] += float(logp.sum(dtype=float))
+        return sums
+
+    def generate_until(self, requests, disable_tqdm=False):
+        from lm_eval.models.utils import normalize_gen_kwargs
+
+        ckpt, T = self.ckpt, self.ckpt.block_size
+        asked, texts = {}, [None] * len(requests)  # by how to generate: [(request, prompt)]
+        for i, (context, how) in enumerate(request.args for request in requests):
+            how = dict(normalize_gen_kwargs(how))
+            if other := how.keys() - {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}:
+                raise UserError(f"this task generates with {', '.join(sorted(other))}, which eval.py does not know: leave the task out")
+            new = min(how["max_gen_toks"], T // 2)
+            ckpt.shortened += new < how["max_gen_toks"]
+            prompt = ckpt.encode(context) or [ckpt.prefix]
+            ckpt.cut += len(prompt) > T - new
+            sampled = (how["temperature"] or 1.0, how.get("top_k", 0), how.get("top_p", 1.0)) if how["do_sample"] else (0, 0, 1.0)
+            asked.setdefault((tuple(how["until"]), new, sampled), []).append((i, prompt[new - T :]))
+            ckpt.first_ids = ckpt.first_ids or prompt[:5]
+        generator = torch.Generator(ckpt.device).manual_seed(0)
+        with tqdm(total=len(requests), desc="generation", unit="text", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30) as progress:
+            for (stops, new, sampled), group in asked.items():
+                group.sort(key=lambda one: -len(one[1]))
+                for first in range(0, len(group), ckpt.batch_size):
+                    where, prompts = zip(*group[first : first + ckpt.batch_size])
+                    for i, text in zip(where, ckpt.generate(prompts, [s for s in stops if s], new, *sampled, generator=generator)):
+                        texts[i] = text
+                    progress.update(len(where))
+        return texts
+
+
+def find_tasks(names, args):
+    """The harness's TaskManager that knows these tasks; UserError if a name is unknown, a task cannot be loaded, or would run code unasked."""
+    if TemplateLM is object:
+        raise UserError("lm-evaluation-harness is not installed: pip install lm-eval math-verify antlr4-python3-runtime==4.11.0")
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    if args.include_path and not Path(args.include_path).is_dir():
+        raise UserError(f"--include_path={args.include_path} is no folder: give one with task files (.yaml)")
+    manager = TaskManager(include_path=args.include_path, include_defaults=False)
+    if any(name not in manager.all_tasks for name in names):  # reading the harness's own 14,000 takes seconds
+        manager = TaskManager(include_path=args.include_path)
+    if unknown := [name for name in names if name not in manager.all_tasks]:
+        near = difflib.get_close_matches(unknown[0], manager.all_tasks, 3, 0.5)
+        raise UserError(f"--tasks={unknown[0]}: no such task; " + (f"did you mean {', '.join(near)}?" if near else "lm-eval ls tasks lists them"))
+    consent = "runs code that the model wrote, on this machine and with your rights: if you want that, in a container say, add --run_code"
+    for name in names:
+        if (manager.task_index[name].cfg or {}).get("unsafe_code") and not args.run_code:
+            raise UserError(f"{name} {consent}")
+    if args.run_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
+    for name in names:
+        try:
+            tasks = manager.load([name])["tasks"]
+        except Exception as error:  # no network, gated data, a package or a file that is missing: all of them the task's needs
+            raise UserError(f"{name} cannot be loaded ({type(error).__name__}: {first_line(error)[:300]}): see to that, or give files of your own in --include_path=") from error
+        if not args.run_code and (unsafe := [task for task in tasks if getattr(tasks[task], "UNSAFE_CODE", False)]):
+            raise UserError(f"{unsafe[0]} {consent}")
+    return manager
+
+
+def run_task(ckpt, name, manager, args):
+    """({"task: metric": Measure}, the harness's own results and the single outcomes, for the JSON) of one task or group."""
+    from lm_eval import simple_evaluate
+
+    shots = args.num_fewshot if args.num_fewshot is not None else PAPER.get(name, (None,))[0]
+    done = simple_evaluate(Harness(ckpt), tasks=[name], task_manager=manager, num_fewshot=shots, limit=args.limit, bootstrap_iters=1000,
+                           confirm_run_unsafe_code=args.run_code, random_seed=args.seed, fewshot_random_seed=args.seed)  # fmt: skip
+    had = set(done["n-shot"].values())
+    if shots is not None and had - {shots}:
+        print(f"note: {name} ran with {', '.join(map(str, sorted(had)))} shots, not {shots}: its own definition fixes them")
+    items, outcomes = {}, {}
+    for task, samples in done["samples"].items():
+        outcomes[task] = [{key: s[key] for key in ("doc_id", "doc_hash", "prompt_hash", "target", "filter", "filtered_resps", *s["metrics"])} for s in samples]
+        for s in samples:
+            for metric in s["metrics"]:
+                value, weight = s[metric] if isinstance(s[metric], (tuple, list)) and len(s[metric]) == 2 else (s[metric], 1)
+                if all(isinstance(x, (int, float, np.number)) for x in (value, weight)):
+                    items.setdefault(f"{metric},{s['filter']}", {})[task, s["doc_id"], s["doc_hash"]] = float(value), float(weight)
+    of = [name] if name in done["results"] else list(done["results"])
+    measures = {}
+    for task in of:
+        for metric, value in done["results"][task].items():
+            if "," in metric and "_stderr," not in metric and isinstance(value, (int, float, np.number)):
+                own = items.get(metric, {}) if task == name else {k: v for k, v in items.get(metric, {}).items() if k[0] == task}
+                error = done["results"][task].get(metric.replace(",", "_stderr,"))
+                title = f"{task}, {'/'.join(map(str, sorted(had)))}-shot: {metric}" + (" (the paper's)" if PAPER.get(name, (0, 0))[1] == metric else "")
+                measures[title] = Measure(own, float(value), error if isinstance(error, float) else None)
+    return measures, {"results": done["results"], "n-shot": done["n-shot"], "versions": done["versions"], "outcomes": outcomes}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# All of it
+# ----------------------------------------------------------------------------------------------------------------------
+def comparable(metas, args, tokenizers):
+    """UserError unless losses of these checkpoints {path: meta} mean the same: tokenizer and context, and for held-out loss the dataset."""
+    (first, meta), *others = metas.items()
+    facts = {"tokenizer": tokenizers, "context": {p: context_of(m, args) for p, m in metas.items()}, "dataset": {p: args.dataset or m["data"]["dataset"] for p, m in metas.items()}}
+    remedy = {"tokenizer": "losses per token do not compare; evaluate them one by one", "context": "give --block_size= the smaller", "dataset": "give --dataset= one for all"}
+    for what, values in facts.items():
+        for path, _ in others:
+            if values[path] != values[first] and (what != "dataset" or args.windows):
+                raise UserError(f"{first} and {path} differ in their {what} ({values[first]}, {values[path]}): {remedy[what]}")
+
+
+def open_val(metas, args):
+    """The val.bin to evaluate on: --dataset=, or the one that the checkpoints were trained on."""
+    path, meta = next(iter(metas.items()))
+    name = args.dataset or meta["data"]["dataset"]
+    if name is None:
+        raise UserError(f"{path} was imported and knows no dataset: give --dataset= a name under data/ or a folder of prepare_data.py")
+    folder = find_dataset(name)
+    val = open_bin(folder / "val.bin")
+    for path, meta in metas.items():
+        known = args.tokenizer or meta["data"]["tokenizer"]
+        if known not in (None, val.header["tokenizer"]) or meta["model_config"]["vocab_size"] < val.header["vocab"]:
+            raise UserError(f"{folder} holds {val.header['tokenizer']} tokens, {path} was trained on {known}: give --dataset= one of its tokenizer")
+        if meta["data"].get("sha256") not in (None, open_bin(folder / "train.bin").header["sha256"]):
+            print(f"note: {path} was trained on other data than {folder}/train.bin: whether val.bin is new to it, you must know")
+    return val
+
+
+def main():
+    parser = Parser(prog="eval.py", description=__doc__)
+    parser.add_argument("ckpts", nargs="+", metavar="CKPT", help="a checkpoint, or a run's folder; several are compared with the first")
+    parser.add_argument("--windows", help="held-out loss on so many fixed windows (default 200), on `all`, or on `documents` from their beginning")
+    parser.add_argument("--dataset", help="a name under data/ or a folder; default: what the checkpoint was trained on")
+    parser.add_argument("--protocol", choices=["paper", "full"], help="WikiText-2, LAMBADA, HellaSwag: the paper's samples, or the whole of the harness's")
+    parser.add_argument("--protocol_data", help="a folder with wikitext, lambada and hellaswag as .jsonl or .parquet, instead of the hub")
+    parser.add_argument("--tasks", default="", help=f"names of lm-evaluation-harness, with commas; these have the paper's shots: {', '.join(PAPER)}")
+    parser.add_argument("--num_fewshot", type=int, help="shots for all tasks, instead of the paper's or their own")
+    parser.add_argument("--include_path", help="a folder with task files of your own")
+    parser.add_argument("--run_code", action="store_true", help="consent to run code that the model wrote (humaneval, mbpp)")
+    parser.add_argument("--limit", type=int, help="only so many documents or items of each, to try things out")
+    parser.add_argument("--batch_size", type=int, default=16, help="sequences at a time (default 16); changes no score")
+    parser.add_argument("--block_size", type=int, help="context to use, at most the model's")
+    parser.add_argument("--tokenizer", help="bytes, qwen3, llama3, gpt2 or the path of a tokenizer.json; default: the checkpoint's")
+    parser.add_argument("--prefix_token", default="auto", help="what stands before an empty context or a whole text: bos, eot, or an id; auto: bos for imported models that have one, else eot")
+    parser.add_argument("--add_bos", choices=["auto", "true", "false"], default="auto", help="the prefix token before every prompt, too; auto: where it is bos")
+    parser.add_argument("--weights", choices=["raw", "ema"], default="raw", help="ema: the running average, of a run with --ema_decay=")
+    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap, of few-shot choice and of shuffled answers (default 0)")
+    parser.add_argument("--out", help="the JSON file to write, which must not exist; default: out/eval/<time>.json")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of compute; default: bfloat16 on CUDA, else float32")
+    args = parser.parse_args()
+    names = [name for name in args.tasks.split(",") if name] + FULL * (args.protocol == "full")
+    args.windows = args.windows or (None if names or args.protocol else "200")
+    if args.windows not in (None, "all", "documents") and not (args.windows.isdigit() and int(args.windows)):
+        raise UserError(f"--windows={args.windows} is none of a number, all and documents")
+    if args.batch_size < 1 or args.limit is not None and args.limit < 1 or args.seed < 0 or (args.num_fewshot or 0) < 0:
+        raise UserError("--batch_size and --limit are 1 or more, --seed and --num_fewshot 0 or more")
+    if len(set(args.ckpts)) < len(args.ckpts):
+        raise UserError(f"{max(args.ckpts, key=args.ckpts.count)} is given twice: leave one out")
+    out = Path(args.out or f"out/eval/{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}.json")
+    if out.exists():
+        raise UserError(f"--out={out} exists already: give another name, or remove it first")
+
+    # What can be wrong is found out before anything is computed
+    metas = {}
+    for path in args.ckpts:
+        if find_checkpoint(path) is None:
+            raise UserError(f"{path} is not a checkpoint: give a folder with meta.json, or a run's folder with `latest`")
+        metas[path] = read_meta(find_checkpoint(path))
+        context_of(metas[path], args)
+    tokenizers = {path: load_text(meta, args.tokenizer, path).name if names or args.protocol else meta["data"]["tokenizer"] for path, meta in metas.items()}
+    if args.windows or args.protocol:
+        comparable(metas, args, tokenizers)
+    val = open_val(metas, args) if args.windows else None
+    rows = protocol_data(args.protocol_data) if args.protocol == "paper" else None
+    manager = find_tasks(names, args) if names else None
+
+    measures, report = {}, {"command": sys.argv[1:], "torch": torch.__version__, "lm_eval": importlib.metadata.version("lm_eval") if names else None, "checkpoints": {}}
+    for path in args.ckpts:
+        ckpt, found, tasks = Checkpoint(path, args), {}, {}
+        if val:
+            found |= {f"held out, {args.windows if args.windows != 'all' else 'all windows'}: {k}": m for k, m in held_out(ckpt, val, args.windows, args.limit).items()}
+        if names or rows:
+            ckpt.read_text(args)
+            ckpt.first_ids = None
+        if rows:
+            found |= {f"paper's protocol: {k}": m for k, m in paper_protocol(ckpt, rows, args.limit).items()}
+        for name in names:
+            result, tasks[name] = run_task(ckpt, name, manager, args)
+            found |= {f"harness, {k}": m for k, m in result.items()}
+        measures[path] = found
+        said = {"step": ckpt.meta["step"], "weights": args.weights, "residual": ckpt.model.config.residual, "route_heads": ckpt.model.config.route_heads, "dtype": str(ckpt.dtype),
+                "kernel": ckpt.model.residual.kernel, "device": str(ckpt.device), "context": ckpt.block_size, "batch_size": args.batch_size, "cut_at_left": ckpt.cut,
+                "fewer_new_tokens": ckpt.shortened}  # fmt: skip
+        if ckpt.text:
+            said |= {"tokenizer": ckpt.text.name, "prefix_token": ckpt.prefix, "add_bos": ckpt.add_bos, "first_ids_of_request_0": ckpt.first_ids}
+            print(f"{path}: prefix token {ckpt.prefix}{' before every prompt' if ckpt.add_bos else ''}, request 0 begins with {ckpt.first_ids}; "
+                  f"{ckpt.cut} requests cut at the left, {ckpt.shortened} allowed fewer new tokens than their task, to fit into {ckpt.block_size}")  # fmt: skip
+        report["checkpoints"][path] = said | {
+            "measures": {k: {"value": m.value, "stderr": m.stderr, "items": len(m.items)} for k, m in found.items()},
+            "harness": tasks,
+            "items": {k: [[*(key if isinstance(key, tuple) else (key,)), *item] for key, item in m.items.items()] for k, m in found.items() if not k.startswith("harness")},
+        }
+        del ckpt
+
+    first, *others = args.ckpts
+    show = lambda m: f"{m.value:.4f}" + (f" ± {m.stderr:.4f}" if m.stderr is not None else "")
+    print("\n" + table(["", "items", *args.ckpts], [[k, len(m.items) or "", *(show(measures[p][k]) for p in args.ckpts)] for k, m in measures[first].items()]))
+    report["comparisons"] = []
+    for path in others:
+        for k, m in measures[first].items():
+            if m.items and m.items.keys() == measures[path][k].items.keys():
+                test = compare(m, measures[path][k], args.seed)
+                report["comparisons"].append({"first": first, "this": path, "measure": k} | test)
+                print(f"{path} against {first}, {k}: {test['words']}")
+            elif m.items:
+                print(f"{path} against {first}, {k}: not the same items, not compared")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(out, "x") as file:
+        json.dump(report, file, indent=1, default=str)
+    print(f"\n{out} holds these numbers and the outcome of every item")
+
+
+if __name__ == "__main__":
+    cli(main)
