@@ -32,7 +32,7 @@ study: .venv/ready
 	  $(BIN)/python train.py config/study.py $$method --n_kv_head=$$kv --learning_rate=$$rate --seed=$$seed $(EXTRA) \
 	    --out_dir=$(OUT)/$${variant}_kv$${kv}_lr$${rate}_s$$seed; \
 	done; done; done; done
-	@for run in $$(ls -d $(OUT)/*_s$(firstword $(SEEDS)) | grep -E '/(attnres|mhar)_'); do $(BIN)/python probe.py $$run --out_dir=$$run/probe || exit; done
+	@for run in $$(ls -d $(OUT)/*_s$(firstword $(SEEDS)) | grep -E '/(attnres|mhar)_'); do $(BIN)/python probe.py $$run || exit; done
 	$(BIN)/python report.py $(OUT)/* --out_dir=report/study $(if $(word 2,$(RATES)),--best)
 
 test: .venv/ready-dev

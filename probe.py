@@ -1,8 +1,8 @@
 """What the router learned: the paper's Table 6 and Figure 4 from a checkpoint of attnres, mhar or delta.
 
     python probe.py out/mhar_100m_attnres                 # do the slices of its one query want to read different depths?
-    python probe.py out/mhar_100m_mhar --out_dir=probe    # how far does each head go its own way? Table, and perhead.png
-    python probe.py CKPT --text=book.txt                  # on this text instead of the run's held-out documents
+    python probe.py out/mhar_100m_mhar                    # how far does each head go its own way? Tables, sites.png, perhead.png
+    python probe.py CKPT --text=book.txt --out_dir=probe  # on this text instead of the run's held-out documents
 
 Slices (Table 6). A site's query is cut into --slices parts. Part s alone would read a_s = softmax_n <q[s], key_n[s]>, all together read
 alpha = softmax_n <q, key_n>. Width disagreement is the mean of KL(a_s || alpha) over parts, tokens and sites. A random query of the same norm
@@ -10,7 +10,8 @@ gives what the sources' geometry alone would show; the rest is learned. Cosines 
 measure; it also grows where all parts agree, since alpha, from the sum of their logits, is then sharper than each. So the disagreement between
 the parts themselves stands beside it: the mean of KL(a_s || mean of the a_s), which is 0 where they agree.
 Heads (Figure 4). A head's deviation is its mean weights minus the mean over heads, per site and source. It should be larger than under random
-queries of the same norm, and the same again on other text.
+queries of the same norm, the same again on other text, and not alike between heads: deviations sum to zero over them, so that heads without
+anything in common correlate by -1 / (H - 1).
 """
 import json
 from pathlib import Path
@@ -96,6 +97,7 @@ def measure(model, batches, slices, seed=0):
                 "sources": len(v),
                 "entropy": -(alpha * alpha.clamp_min(1e-30).log()).sum(0).mean().item(),
                 "interleaved": disagreement(keys, query, slices, interleaved=True)[0],
+                "null_interleaved": disagreement(keys, random[site], slices, interleaved=True)[0],
                 "collinearity": collinearity(v),
             } | {"kl": kl, "null": null, "between": between, "null_between": null_between}
             sites.setdefault(site, []).append(row)
@@ -111,7 +113,34 @@ def flat(deviation):
     return np.concatenate([deviation[site].ravel() for site in sorted(deviation)])
 
 
-def plot_heads(deviation, path, most=10):
+def between_heads(deviation):
+    """Mean correlation of the deviations [N, H] of two different heads, over all sites and sources together."""
+    together = np.corrcoef(np.concatenate([deviation[site] for site in sorted(deviation)]).T)
+    return float(together[~np.eye(len(together), dtype=bool)].mean())
+
+
+def plot_sites(rows, path):
+    """Left the disagreement of the trained and of a random query along the depth, right the entropy of the routing weights."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
+    sites = [r["site"] for r in rows]
+    for axis, curves in (
+        (left, (("trained query", "#D55E00", [r["kl"] for r in rows]), ("random query of its norm", "0.6", [r["null"] for r in rows]))),
+        (right, (("routing weights", "#0072B2", [r["entropy"] for r in rows]), ("uniform over the sources", "0.6", [np.log(r["sources"]) for r in rows]))),
+    ):
+        for label, color, values in curves:
+            axis.plot(sites, values, label=label, color=color, marker=".")
+        axis.set(xlabel="routing site", ylim=(0, None))
+        axis.legend(frameon=False)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    left.set(ylabel="KL between slices and whole (nats)", title="Width disagreement")
+    right.set(ylabel="nats", title="Entropy")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_heads(deviation, path, first_source="the embedding", most=10):
     """Figure 4: heads by sources, one panel per site; white is the consensus, grey a source that is not there yet."""
     shown = sorted(deviation)[:most]
     limit = max(np.abs(deviation[s]).max() for s in shown) or 1.0
@@ -124,7 +153,7 @@ def plot_heads(deviation, path, most=10):
         image = panel.imshow(heads, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
         panel.set_ylabel(f"site {site}", rotation=0, ha="right", va="center")
         panel.set_yticks([])
-    panels[-1, 0].set_xlabel("source (0 is the embedding); one row per head")
+    panels[-1, 0].set_xlabel(f"source (0 is {first_source}); one row per head")
     figure.colorbar(image, ax=panels[:, 0], label="weight minus the mean over heads")
     figure.savefig(path, dpi=150, bbox_inches="tight")
     plt.close(figure)
@@ -139,7 +168,7 @@ def main():
     parser.add_argument("--sources", type=int, default=25, help="the matched-source-count control looks at sites with at most so many")
     parser.add_argument("--weights", choices=["raw", "ema"], default="raw")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out_dir", default="probe", help="where probe.json, sites.png and perhead.png go")
+    parser.add_argument("--out_dir", help="where probe.json, sites.png and perhead.png go; default: CKPT/probe")
     args = parser.parse_args()
     if args.slices < 1 or args.windows < 1 or args.sources < 2:
         raise UserError("--slices and --windows are 1 or more, --sources is 2 or more")
@@ -156,7 +185,10 @@ def main():
         ids = load_tokenizer(meta["data"]["tokenizer"]).encode(Path(args.text).read_text(errors="replace")).astype(np.int64)
         windows = [ids[i : i + config.block_size] for i in range(0, len(ids) - config.block_size + 1, config.block_size)][: 2 * args.windows]
     else:
-        val = ValWindows(open_bin(find_dataset(meta["data"]["dataset"]) / "val.bin"), config.block_size, 2 * args.windows)
+        val_bin = open_bin(find_dataset(meta["data"]["dataset"]) / "val.bin")
+        if val_bin.header["tokenizer"] != meta["data"]["tokenizer"]:
+            raise UserError(f"{val_bin.path} has tokens of {val_bin.header['tokenizer']}, {args.ckpt} knows those of {meta['data']['tokenizer']}: give a text with --text=")
+        val = ValWindows(val_bin, config.block_size, 2 * args.windows)
         windows = list(val.batch(range(val.n))[:, :-1])
     if len(windows) < 2:
         raise UserError(f"the text has fewer than two windows of block_size={config.block_size} tokens: give a longer one with --text=")
@@ -169,10 +201,12 @@ def main():
         "KL of the trained query": mean("kl"),
         "KL of a random query of its norm": mean("null"),
         "learned excess": mean("kl") - mean("null"),
-        "KL, interleaved slices": mean("interleaved"),
+        "learned excess, other text": mean("kl", second["sites"]) - mean("null", second["sites"]),
+        "learned excess, interleaved slices": mean("interleaved") - mean("null_interleaved"),
         "disagreement between slices, trained": mean("between"),
         "disagreement between slices, random": mean("null_between"),
         f"median KL, sites of at most {args.sources} sources": float(np.median([r["kl"] for r in few])),
+        "the same of a random query": float(np.median([r["null"] for r in few])),
         "source collinearity (mean cosine)": rows[-1]["collinearity"],
         "sources at the last site": rows[-1]["sources"],
         "routing entropy (nats)": mean("entropy"),
@@ -180,22 +214,16 @@ def main():
     own, chance = flat(first["deviation"]), flat(first["random"])
     if model.residual.n_heads > 1:
         same = float(np.corrcoef(own, flat(second["deviation"]))[0, 1]) if own.std() > 0 else float("nan")
-        summary |= {"largest deviation of a head": float(np.abs(own).max()), "the same under random queries": float(np.abs(chance).max()), "correlation with other text": same}
-    out = Path(args.out_dir)
+        summary |= {"largest deviation of a head": float(np.abs(own).max()), "the same under random queries": float(np.abs(chance).max()), "correlation with other text": same, "correlation between heads": between_heads(first["deviation"]) if own.std() > 0 else float("nan")}
+    out = Path(args.out_dir or Path(args.ckpt) / "probe")
     out.mkdir(parents=True, exist_ok=True)
     print(f"{args.ckpt}: residual={config.residual}, H={config.route_heads}, {args.slices} slices, {len(windows)} windows of {config.block_size} tokens\n")
     print(table(["probe", "value"], [[k, f"{v:.4f}" if isinstance(v, float) and not v.is_integer() else f"{v:g}"] for k, v in summary.items()]))
     print(table(["site", "sources", "entropy", "uniform", "KL", "null"], [[r["site"], f"{r['sources']:g}", f"{r['entropy']:.3f}", f"{np.log(r['sources']):.3f}", f"{r['kl']:.4f}", f"{r['null']:.4f}"] for r in rows]))
     (out / "probe.json").write_text(json.dumps({"ckpt": str(args.ckpt), "model_config": meta["model_config"], "summary": summary, "sites": rows}, indent=1))
-    figure, axes = plt.subplots(figsize=(7, 3.2))
-    axes.plot([r["site"] for r in rows], [r["kl"] for r in rows], label="trained query", color="#0072B2")
-    axes.plot([r["site"] for r in rows], [r["null"] for r in rows], label="random query", color="0.6")
-    axes.set(xlabel="routing site", ylabel="KL between slices and whole (nats)", title="Width disagreement along the depth")
-    axes.legend(frameon=False)
-    figure.savefig(out / "sites.png", dpi=150, bbox_inches="tight")
-    plt.close(figure)
+    plot_sites(rows, out / "sites.png")
     if model.residual.n_heads > 1:
-        plot_heads(first["deviation"], out / "perhead.png")
+        plot_heads(first["deviation"], out / "perhead.png", "the null source" if config.residual == "delta" else "the embedding")
     print(f"probe.json, sites.png{', perhead.png' * (model.residual.n_heads > 1)} are in {out}")
 
 

@@ -44,17 +44,21 @@ def load(folder):
     if not path.is_file():
         raise UserError(f"{folder} holds no log.jsonl: RUN is a folder that train.py wrote, its out_dir")
     settings, val = None, {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
         try:
             event = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number} is not JSON: resume the run, which cuts its log back to the last checkpoint") from error
-        if event["event"] == "start":
-            settings = event["config"] | event["model_config"] | {key: event[key] for key in ("params", "tokens_per_step", "flops_per_token", "dtype", "data")}
-        elif event["event"] == "val":
-            val[event["step"]] = event["loss"]
+            if event["event"] == "start":
+                settings = event["config"] | event["model_config"] | {key: event[key] for key in ("params", "tokens_per_step", "flops_per_token", "dtype", "data")}
+            elif event["event"] == "val":
+                val[event["step"]] = float(event["loss"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}:{number} is no line that train.py wrote whole ({error!r}): resume the run, which cuts its log back to the last checkpoint") from error
+    if settings is None or (missing := [key for key in SHARED if key not in settings]):
+        raise UserError(f"{path} {f'says nothing of {missing[0]}' if settings else 'has no start line'}: it is not whole, or another version's; train the run again")
     if not val:
         raise UserError(f"{path} has no evaluation yet: let the run go on")
+    if broken := [step for step, loss in val.items() if not math.isfinite(loss)]:
+        raise UserError(f"{path}: the validation loss of step {broken[0]} is {val[broken[0]]}: leave this run out")
     settings["dataset"] = Path(settings["dataset"]).name
     settings["data"] = " ".join([settings["dataset"], *(settings["data"][key][:8] for key in ("sha256", "val_sha256"))])
     return SimpleNamespace(name=str(folder), settings=settings, val=val, seed=settings["seed"], rate=settings["learning_rate"])
@@ -89,9 +93,9 @@ def compare(runs, baseline, best, budgets):
         run.budgets = budgets or [run.settings["max_steps"]]
         if missing := [step for step in run.budgets if step not in run.val]:
             last = max(run.val)
-            raise UserError(
-                f"{run.name} has no evaluation at step {missing[0]}, its last is at {last}: resume it, or give --budgets={last} to compare there"
-            )
+            near = min(run.val, key=lambda step: abs(step - missing[0]))
+            what = f"its last is at {last}: resume it, or give --budgets={last} to compare there" if missing[0] > last else f"the nearest is at {near}: give --budgets={near}"
+            raise UserError(f"{run.name} has no evaluation at step {missing[0]}, {what}")
         run.steps = [step for step in sorted(run.val) if step <= run.budgets[-1]]
         twin = groups[shared(run, *free)][run.method].setdefault((run.rate, run.seed), run)
         if twin is not run:
@@ -261,7 +265,8 @@ def plot_curves(cell, path):
         ends, names = zip(*sorted((curve[:, -1].mean(), method) for method, curve in curves.items()))
         spread = gap * np.arange(len(ends))
         places = np.maximum.accumulate(ends - spread) + spread  # a name at each line's end, apart from its neighbours
-        for y, method in zip(places - np.mean(places - ends), names):
+        places -= np.mean(places - ends)
+        for y, method in zip(places + max(0, low - places[0]), names):
             axis.annotate(f" {method}", (1, y), xycoords=("axes fraction", "data"), color=colors[method], va="center")
         axis.set_xlabel("optimizer step")
     panels[0].set_ylabel("validation loss (nats per token)")
@@ -279,8 +284,25 @@ def plot_heads(cells, path):
         axis.errorbar(heads, means, errors, color=color, marker="o", capsize=3, label=cell.title)
         axis.set_xscale("log", base=2)
         axis.set_xticks(heads, heads)
-    axis.set(xlabel="routing heads H", ylabel=f"difference to {cells[0].rows[0].method} (nats per token)", title="How many heads?")
+    axis.set(xlabel="routing heads H", ylabel=f"difference to {cells[0].rows[0].method} (nats per token)", title="How many heads? Mean and standard error over seeds")
     axis.legend(frameon=False, fontsize=9)
+    save(figure, path)
+
+
+def plot_grid(grid, baseline, path):
+    """The grid of grid_table as a heat map: colour is the difference to the baseline of the same n_kv_head, blue is better."""
+    kvs, heads = sorted(grid), sorted({h for row in grid.values() for h in row})
+    deltas = np.array([[grid[kv].get(h, (np.nan, np.nan))[1] for h in heads] for kv in kvs])
+    limit = np.nanmax(np.abs(deltas)) or 1.0
+    figure, axis = plt.subplots(figsize=(1.1 * len(heads) + 2.6, 0.75 * len(kvs) + 1.6))
+    image = axis.imshow(deltas, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
+    for (row, column), delta in np.ndenumerate(deltas):
+        if not np.isnan(delta):
+            axis.text(column, row, f"{delta:+.4f}", ha="center", va="center", color="white" if abs(delta) > 0.6 * limit else "black")
+    axis.set_xticks(range(len(heads)), heads)
+    axis.set_yticks(range(len(kvs)), kvs)
+    axis.set(xlabel="routing heads H", ylabel="KV heads", title=f"Difference to {baseline} (nats per token)")
+    figure.colorbar(image)
     save(figure, path)
 
 
@@ -311,9 +333,11 @@ def write(cells, best, out):
         parts += [f"## {cell.title}\n", f"![{cell.title}]({image})\n", step_table(cell), score_table(cell, best, alphas)]
         by_heads = {r.heads: tuple(score(x, cell, cell.budgets[-1])[0] for x in (r.losses, r.deltas)) for r in cell.rows if r.heads}
         grids[shared(cell, "seed", "n_kv_head", "learning_rate" * best)][cell.settings["n_kv_head"]] = by_heads
-    for grid in grids.values():
-        if len(grid) > 1 and max(map(len, grid.values())) > 1:
-            parts += ["Loss (Δ) over n_kv_head and routing heads H:\n", grid_table(grid)]
+    wide = [grid for grid in grids.values() if len(grid) > 1 and max(map(len, grid.values())) > 1]
+    for i, grid in enumerate(wide, 1):
+        image = f"grid_{i}.png" if len(wide) > 1 else "grid.png"
+        plot_grid(grid, cells[0].rows[0].method, out / image)
+        parts += ["Loss (Δ) over n_kv_head and routing heads H:\n", grid_table(grid), f"![KV heads and routing heads]({image})\n"]
     if swept := [cell for cell in cells if len([row for row in cell.rows if row.heads]) > 2]:
         plot_heads(swept, out / "heads.png")
         parts += ["![How many heads?](heads.png)\n"]
@@ -329,8 +353,8 @@ def main():
     parser.add_argument("--budgets", default="", help="steps, with commas, at which to read the tail means; default: the end")
     parser.add_argument("--out_dir", default="report", help="where report.md and the PNGs go")
     args = parser.parse_args()
-    if args.budgets and not args.budgets.replace(",", "").isdigit():
-        raise UserError(f"--budgets={args.budgets}: write steps with commas, as in --budgets=20000,60000")
+    if args.budgets and not all(step.isdecimal() for step in args.budgets.split(",")):
+        raise UserError(f"--budgets={args.budgets} is no list of steps: write them with commas and without spaces, as in --budgets=20000,60000")
     runs = [load(folder) for folder in dict.fromkeys(Path(folder) for folder in args.runs)]
     name_methods(runs)
     methods = {run.name: run.method for run in runs}
@@ -340,7 +364,7 @@ def main():
         raise UserError(f"none of these runs is a {baseline} to compare to: add one, or give --baseline= one of {names}")
     if set(methods.values()) == {baseline}:
         raise UserError(f"all of these runs are {baseline}: name a run of another method to compare")
-    cells = compare(runs, baseline, args.best, sorted({int(step) for step in args.budgets.split(",") if step}))
+    cells = compare(runs, baseline, args.best, sorted({int(step) for step in args.budgets.split(",") if args.budgets}))
     print(write(cells, args.best, Path(args.out_dir)))
     print(f"{args.out_dir}/report.md holds these tables and the plots beside it")
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.image
 import numpy as np
 import pytest
 import torch
@@ -81,6 +82,27 @@ def test_heads_replicate_on_other_text():
     assert all(np.abs(d.mean(1)).max() < 1e-6 for d in a.values())
 
 
+def test_planted_heads_are_found():
+    """Head h of the last site wants source h alone: its deviation is largest there, and the heads have nothing else in common."""
+    model = tiny("mhar", n_layer=4)
+    H = model.residual.n_heads
+    with torch.no_grad():
+        model.residual.query.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))  # so that sources differ
+        *_, (site, v, keys) = probe.reads(model, tokens(4))
+        own = keys.mean(1).unflatten(-1, (H, -1))  # [N, H, K]
+        model.residual.query[site] = 40 * torch.cat([torch.nn.functional.normalize(own[h, h] - own[:, h].mean(0), dim=0) for h in range(H)])
+    planted = probe.measure(model, [tokens(4)], 4)["deviation"][site]
+    assert [planted[:, h].argmax() for h in range(H)] == list(range(H)) and planted[:H].diagonal().min() > 0.1
+
+
+def test_correlation_between_heads():
+    """Heads with a source each: deviations that sum to zero correlate by -1 / (H - 1). Two pairs of like heads: +1 within, -1 across."""
+    apart = np.eye(4) - 0.25
+    assert probe.between_heads({0: apart, 1: apart}) == pytest.approx(-1 / 3)
+    pairs = np.array([[0.1, 0.1, -0.1, -0.1], [-0.1, -0.1, 0.1, 0.1]])
+    assert probe.between_heads({0: pairs}) == pytest.approx((1 - 1 - 1) / 3)
+
+
 def test_command_line(dataset, tmp_path):  # noqa: F811
     run("--max_steps=4", "--residual=mhar", f"--out_dir={tmp_path}/m", dataset=dataset)
     run("--max_steps=2", "--residual=baseline", f"--out_dir={tmp_path}/b", dataset=dataset)
@@ -88,6 +110,9 @@ def test_command_line(dataset, tmp_path):  # noqa: F811
     done = go(f"{tmp_path}/m", "--windows=2")
     assert done.returncode == 0, done.stderr
     assert "| learned excess |" in done.stdout and {p.name for p in (tmp_path / "p").iterdir()} == {"probe.json", "sites.png", "perhead.png"}
+    for name in ("sites.png", "perhead.png"):
+        pixels = matplotlib.image.imread(tmp_path / "p" / name)
+        assert pixels.shape[1] > 700 and pixels[..., :3].std() > 0.05
     assert json.loads((tmp_path / "p/probe.json").read_text())["summary"]["sources at the last site"] == 5
     for flags, words in [([f"{tmp_path}/b"], "routes nothing"), ([f"{tmp_path}"], "not a checkpoint"), ([f"{tmp_path}/m", "--slices=5"], "--slices=5"), ([f"{tmp_path}/m", "--text=no"], "--text=no")]:
         done = go(*flags)

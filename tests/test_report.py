@@ -187,6 +187,7 @@ def test_the_nearest_partner_is_named(plant):
 def test_unfinished_twins_and_other_steps_are_refused(plant):
     base, half = plant("b", 3.0), plant("half", 2.9, steps=[50, 100, 150], residual="mhar")
     assert "no evaluation at step 1000, its last is at 150: resume it, or give --budgets=150" in mistake(base, half)
+    assert "no evaluation at step 130, the nearest is at 150: give --budgets=150" in mistake(base, half, budgets=[130])
     assert report.score(cells_of(base, half, budgets=[150])[0].rows[1].deltas, cells_of(base, half, budgets=[150])[0], 150)[0] == pytest.approx(-0.1)
     twin = plant("twin", 3.0)
     assert "b and" in mistake(base, twin) and "twin are both baseline with seed 1" in mistake(base, twin)
@@ -240,7 +241,7 @@ def test_cli_on_a_whole_sweep(plant, tmp_path):
     grid = [line for line in text.splitlines() if line.startswith("| 1 |") or line.startswith("| n_kv")]
     assert grid[0] == "| n_kv_head | H = 1 | H = 4 | H = 8 | H = 16 |"
     assert grid[1].split(" | ")[3].startswith("**3.1") and grid[1].split(" | ")[3].endswith("(-0.1785)**")  # 3.12 - 3.3 + 0.1 x 0.015
-    for image in ("curves_1.png", "curves_2.png", "heads.png"):
+    for image in ("curves_1.png", "curves_2.png", "grid.png", "heads.png"):
         assert f"({image})" in text
         pixels = matplotlib.image.imread(out / image)
         assert pixels.shape[1] > 700 and pixels[..., :3].std() > 0.05
@@ -253,8 +254,15 @@ def test_cli_mistakes(plant, tmp_path):
         f.write('{"event": "val", "st')
     empty = plant("empty", 3.0)
     (empty / "log.jsonl").write_text((empty / "log.jsonl").read_text().splitlines()[0] + "\n")
-    cases = {(tmp_path,): "holds no log.jsonl", (base,): "all of these runs are baseline", (mhar,): "none of these runs is a baseline", (broken, mhar): "log.jsonl:23 is not JSON",
-             (empty, mhar): "no evaluation yet", (base, mhar, "--baseline=mhar"): "give --baseline= one of baseline, mhar-h8", (base, mhar, "--budgets=1k"): "--budgets=20000,60000",
+    damaged = {}
+    for name, old, new in (("headless", '"event": "start"', '"event": "train"'), ("list", '{"event": "train"', '[{"event": "train"'), ("nan", '"loss": 3.0', '"loss": NaN'), ("other", '"grad_clip"', '"clip"')):
+        damaged[name] = plant(name, 3.0)
+        text = (damaged[name] / "log.jsonl").read_text()
+        assert old in text
+        (damaged[name] / "log.jsonl").write_text("\n".join((line + "]" if name == "list" and line[0] == "[" else line) for line in text.replace(old, new, 1).splitlines()))
+    cases = {(damaged["headless"],): "has no start line", (damaged["list"],): "log.jsonl:2 is no line", (damaged["nan"],): "loss of step 50 is nan", (damaged["other"],): "says nothing of grad_clip"}
+    cases |= {(tmp_path,): "holds no log.jsonl", (base,): "all of these runs are baseline", (mhar,): "none of these runs is a baseline", (broken, mhar): "log.jsonl:23 is no line",
+             (empty, mhar): "no evaluation yet", (base, mhar, "--baseline=mhar"): "give --baseline= one of baseline, mhar-h8", (base, mhar, "--budgets=1k"): "--budgets=20000,60000", (base, mhar, "--budgets=50,"): "is no list of steps",
              (base, mhar, "--best=1"): "report.py -h", (): "report.py -h"}  # fmt: skip
     for argv, words in cases.items():
         with pytest.MonkeyPatch.context() as patch:
