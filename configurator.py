@@ -114,11 +114,14 @@ def known(name, types, where):
         raise UserError(f"{where}: no such key {name!r}; " + (f"did you mean {near[0]!r}?" if near else "-h lists the keys"))
 
 
-def read_file(path, types):
-    """The settings of one config file, checked and converted; the path is relative to the cwd or else to this folder."""
+def read_file(path, types, above=()):
+    """The settings of one config file, checked and converted; the path is relative to the cwd or else to this folder. above: the files that
+    have it as their _base."""
     found = next((p for p in (Path(path), Path(__file__).parent / path) if p.is_file()), None)
     if found is None:
         raise UserError(f"{str(path)!r}: no such config file, here or in {Path(__file__).parent}")
+    if found.resolve() in above:
+        raise UserError(f"{path}: its _base leads back to itself; name another file there, or none")
     namespace = {}
     try:
         exec(compile(found.read_bytes(), str(found), "exec"), namespace)
@@ -126,9 +129,14 @@ def read_file(path, types):
         lines = [error.lineno] if isinstance(error, SyntaxError) else []
         lines += [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(found)]
         raise UserError(f"{path}:{lines[-1] if lines else 1}: {type(error).__name__}: {getattr(error, 'msg', error)}") from error
-    settings = read_file(found.parent / namespace["_base"], types) if "_base" in namespace else {}
+    base = namespace.get("_base")
+    if not isinstance(base, str | None):
+        raise UserError(f"{path}: _base = {base!r}: needs the name of a config file beside it, as text")
+    settings = read_file(found.parent / base, types, (*above, found.resolve())) if base is not None else {}
     for name, value in namespace.items():
         if not name.startswith("_"):
+            if name not in types and not isinstance(value, (int, float, str, dict, NoneType)):
+                raise UserError(f"{path}: {name} is a {type(value).__name__} and no setting; begin its name with _, as in _{name}, to keep it to the file")
             known(name, types, path)
             settings[name] = convert(value, types[name], f"{path}: {name} = {value!r}")
     return settings

@@ -177,20 +177,25 @@ def test_base_file_is_read_first(config):
     model, _, origins = run(b)
     assert (model.n_layer, model.n_embd, origins["n_embd"]) == (3, 32, b)
     assert "no such config file" in mistake(config('_base = "none.py"', "c.py"))
+    config('_base = "e.py"', "d.py")
+    assert "e.py: its _base leads back to itself" in mistake(config('_base = "d.py"', "e.py"))
 
 
 def test_file_is_found_from_any_folder(config, tmp_path, monkeypatch):
     config("n_layer = 2", "here.py")
     monkeypatch.chdir(tmp_path)
     assert run("here.py")[0].n_layer == 2
-    assert "no such key" in mistake("configurator.py")  # not here, so the one beside configurator.py: read, and not a config
+    assert "is a module and no setting" in mistake("configurator.py")  # not here, so the one beside configurator.py: read, and not a config
 
 
 @pytest.mark.parametrize(
     "text, parts",
     [
         ("learning_rat = 1", ["learning_rat", "did you mean 'learning_rate'?"]),
-        ("import math", ["'math'"]),
+        ("import os", ["os is a module and no setting", "as in _os"]),
+        ("layers = [1, 2]", ["layers is a list and no setting", "as in _layers"]),
+        ("_base = 3", ["_base = 3", "needs the name of a config file"]),
+        ('_base = "a.py"', ["_base leads back to itself"]),
         ("max_steps = 5.5", ["max_steps = 5.5", "needs int"]),
         ("n_layer = True", ["n_layer = True", "needs int"]),
         ("out_dir = 123", ["out_dir = 123", "needs str"]),
