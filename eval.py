@@ -16,11 +16,13 @@ import json
 import logging
 import math
 import os
+import random
 import sys
 import time
 import unicodedata
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Callable
 
@@ -117,14 +119,17 @@ class Text:
 
 def load_text(meta, flag, ckpt):
     """The Text of a checkpoint: what --tokenizer says, or its meta.json, or else the tokenizer.json that it was imported with."""
-    beside = Path((meta.get("origin") or {}).get("source", ""), "tokenizer.json")
+    origin = meta.get("origin") or {}
+    said = origin.get("config") or {}  # config.json, as far as it knows
+    beside = Path(origin.get("source", "/nowhere"), "tokenizer.json")
     name = flag or meta["data"]["tokenizer"] or (str(beside) if beside.is_file() else None)
     if name is None:
         raise UserError(f"{ckpt} names no tokenizer: give --tokenizer= one of bytes, {', '.join(TOKENIZERS)}, or the path of its tokenizer.json")
     if name == "bytes" or name in TOKENIZERS:
         t = load_tokenizer(name)
         encode = lambda text: t.encode(unicodedata.normalize("NFC", text) if t.nfc else text).tolist()
-        return Text(name, encode, t.decode, t.n_ids, t.n_text if name == "llama3" else None, t.eot)
+        eot = said.get("eos_token_id") if meta["data"]["dataset"] is None else None  # trained here, it is what its data had between documents
+        return Text(name, encode, t.decode, t.n_ids, t.n_text if name == "llama3" else None, eot if isinstance(eot, int) else t.eot)
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     if not path.is_file():
         raise UserError(f"--tokenizer={name}: no such file, and no tokenizer of that name: there are bytes, {', '.join(TOKENIZERS)}, and paths of a tokenizer.json")
@@ -136,21 +141,16 @@ def load_text(meta, flag, ckpt):
         t = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing narrower
         raise UserError(f"{path} is not a tokenizer ({first_line(error)}): fetch it again") from error
-    said, config = ({}, (meta.get("origin") or {}).get("config") or {})
     if (path.parent / "tokenizer_config.json").is_file():
-        said = json.loads((path.parent / "tokenizer_config.json").read_text())
-
-    def special(which):
-        token = said.get(f"{which}_token")
-        id = t.token_to_id(token["content"] if isinstance(token, dict) else token) if token else config.get(f"{which}_token_id")
-        return id[0] if isinstance(id, list) else id
-
-    eot = special("eos")
+        said = said | json.loads((path.parent / "tokenizer_config.json").read_text())
+    eos = said.get("eos_token", said.get("eos_token_id"))
+    eos = eos[0] if isinstance(eos, list) else eos["content"] if isinstance(eos, dict) else eos
+    eot = t.token_to_id(eos) if isinstance(eos, str) else eos
     if eot is None:
-        raise UserError(f"{path} does not say what ends a text: put a tokenizer_config.json with eos_token beside it")
+        raise UserError(f"{path} does not say what ends a text: put a tokenizer_config.json with its eos_token beside it")
     plain = lambda text: t.encode(text, add_special_tokens=False).ids
     with_bos = t.encode("a").ids
-    bos = with_bos[0] if with_bos[1:] == plain("a") else None  # as the tokenizer itself would have it
+    bos = with_bos[0] if with_bos[1:] == plain("a") else None  # what the tokenizer itself puts before a text
     return Text(str(path), plain, lambda ids: t.decode(ids, skip_special_tokens=True), t.get_vocab_size(), bos, eot)
 
 
@@ -255,7 +255,7 @@ class Checkpoint:
             asked.setdefault(tuple(ids[-self.block_size - 1 : -1]), []).append((i, answer))
         order, scored = sorted(asked, key=len, reverse=True), [None] * len(pairs)
         self.first_ids = self.first_ids or list(pairs[0][0][:5])
-        self.model.loss_head = lambda *head: answer_head(n_ids or self.text.n_ids, *head)
+        self.model.loss_head = partial(answer_head, n_ids or self.text.n_ids)
         with tqdm(total=len(order), desc=what, unit="input", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30) as progress:
             for first in range(0, len(order), self.batch_size):
                 batch = order[first : first + self.batch_size]
@@ -264,13 +264,14 @@ class Checkpoint:
                 for row, ids in enumerate(batch):
                     idx[row, : len(ids)] = torch.tensor(ids)
                     for i, answer in asked[ids]:
-                        places += [(row, len(ids) - len(answer) + j, id) for j, id in enumerate(answer)]
-                        where.append((i, len(answer)))
-                targets = torch.tensor(places, dtype=torch.int64).view(-1, 3).T.to(self.device)
+                        n = len(answer)
+                        places.append(np.stack([np.full(n, row), np.arange(len(ids) - n, len(ids)), np.array(answer, np.int64)]))
+                        where.append(i)
+                targets = torch.from_numpy(np.concatenate(places, 1)).to(self.device)
                 with self.autocast():
                     logp, greedy = self.model(idx.to(self.device), tuple(targets))
-                sizes = [n for _, n in where]
-                for (i, _), p, g in zip(where, logp.cpu().split(sizes), greedy.cpu().split(sizes)):
+                sizes = [place.shape[1] for place in places]
+                for i, p, g in zip(where, logp.cpu().split(sizes), greedy.cpu().split(sizes)):
                     scored[i] = p.numpy(), bool(g.all())
                 progress.update(len(batch))
         return scored
@@ -465,8 +466,8 @@ class Harness(TemplateLM):
         return texts
 
 
-def find_tasks(names, args):
-    """The harness's TaskManager that knows these tasks; UserError if a name is unknown, a task cannot be loaded, or would run code unasked."""
+def load_tasks(names, args):
+    """{name: the harness's objects behind it}; UserError where a name is unknown, a task cannot be loaded, or would run code unasked."""
     if TemplateLM is object:
         raise UserError("lm-evaluation-harness is not installed: pip install lm-eval math-verify antlr4-python3-runtime==4.11.0")
     from lm_eval.tasks import TaskManager
@@ -481,49 +482,54 @@ def find_tasks(names, args):
         near = difflib.get_close_matches(unknown[0], manager.all_tasks, 3, 0.5)
         raise UserError(f"--tasks={unknown[0]}: no such task; " + (f"did you mean {', '.join(near)}?" if near else "lm-eval ls tasks lists them"))
     consent = "runs code that the model wrote, on this machine and with your rights: if you want that, in a container say, add --run_code"
-    for name in names:
-        if (manager.task_index[name].cfg or {}).get("unsafe_code") and not args.run_code:
-            raise UserError(f"{name} {consent}")
-    if args.run_code:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
-    for name in names:
-        try:
-            tasks = manager.load([name])["tasks"]
-        except Exception as error:  # no network, gated data, a package or a file that is missing: all of them the task's needs
-            raise UserError(f"{name} cannot be loaded ({type(error).__name__}: {first_line(error)[:300]}): see to that, or give files of your own in --include_path=") from error
-        if not args.run_code and (unsafe := [task for task in tasks if getattr(tasks[task], "UNSAFE_CODE", False)]):
+    if unsafe := [name for name in names if (manager.task_index[name].cfg or {}).get("unsafe_code")]:
+        if not args.run_code:
             raise UserError(f"{unsafe[0]} {consent}")
-    return manager
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
+    tasks = {}
+    for name in names:
+        random.seed(0)  # as the harness does: gpqa shuffles its answers while it is loaded
+        try:
+            found = manager.load([name])
+        except Exception as error:  # no network, gated data, a package or a file that is missing: whatever the task needs
+            raise UserError(f"{name} cannot be loaded ({type(error).__name__}: {first_line(error)[:300]}): see to that, or give files of your own with --include_path=") from error
+        if not args.run_code and (unsafe := [task for task in found["tasks"] if getattr(found["tasks"][task], "UNSAFE_CODE", False)]):
+            raise UserError(f"{unsafe[0]} {consent}")
+        tasks[name] = [found["groups"][name]] if name in found["groups"] else list(found["tasks"].values())
+    return tasks
 
 
-def run_task(ckpt, name, manager, args):
-    """({"task: metric": Measure}, the harness's own results and the single outcomes, for the JSON) of one task or group."""
+def run_task(ckpt, name, tasks, args):
+    """({title: Measure}, the harness's own results with every outcome, for the JSON) of one task, group or tag."""
     from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
 
-    shots = args.num_fewshot if args.num_fewshot is not None else PAPER.get(name, (None,))[0]
-    done = simple_evaluate(Harness(ckpt), tasks=[name], task_manager=manager, num_fewshot=shots, limit=args.limit, bootstrap_iters=1000,
-                           confirm_run_unsafe_code=args.run_code, random_seed=args.seed, fewshot_random_seed=args.seed)  # fmt: skip
-    had = set(done["n-shot"].values())
-    if shots is not None and had - {shots}:
-        print(f"note: {name} ran with {', '.join(map(str, sorted(had)))} shots, not {shots}: its own definition fixes them")
+    shots, papers = PAPER.get(name, (None, None))
+    shots = shots if args.num_fewshot is None else args.num_fewshot
+    done = simple_evaluate(Harness(ckpt), tasks=tasks, num_fewshot=shots, limit=args.limit, bootstrap_iters=1000, confirm_run_unsafe_code=args.run_code,
+                           task_manager=TaskManager(include_defaults=False))  # fmt: skip
+    had = sorted(set(done["n-shot"].values()))
+    if shots is not None and had != [shots]:
+        print(f"note: {name} ran with {', '.join(map(str, had))} shots, not {shots}: its own definition fixes them")
     items, outcomes = {}, {}
     for task, samples in done["samples"].items():
         outcomes[task] = [{key: s[key] for key in ("doc_id", "doc_hash", "prompt_hash", "target", "filter", "filtered_resps", *s["metrics"])} for s in samples]
         for s in samples:
             for metric in s["metrics"]:
                 value, weight = s[metric] if isinstance(s[metric], (tuple, list)) and len(s[metric]) == 2 else (s[metric], 1)
-                if all(isinstance(x, (int, float, np.number)) for x in (value, weight)):
-                    items.setdefault(f"{metric},{s['filter']}", {})[task, s["doc_id"], s["doc_hash"]] = float(value), float(weight)
-    of = [name] if name in done["results"] else list(done["results"])
-    measures = {}
-    for task in of:
-        for metric, value in done["results"][task].items():
-            if "," in metric and "_stderr," not in metric and isinstance(value, (int, float, np.number)):
-                own = items.get(metric, {}) if task == name else {k: v for k, v in items.get(metric, {}).items() if k[0] == task}
-                error = done["results"][task].get(metric.replace(",", "_stderr,"))
-                title = f"{task}, {'/'.join(map(str, sorted(had)))}-shot: {metric}" + (" (the paper's)" if PAPER.get(name, (0, 0))[1] == metric else "")
-                measures[title] = Measure(own, float(value), error if isinstance(error, float) else None)
-    return measures, {"results": done["results"], "n-shot": done["n-shot"], "versions": done["versions"], "outcomes": outcomes}
+                if all(isinstance(x, (int, float, np.number)) for x in (value, weight)):  # others make sense in the aggregate alone
+                    items.setdefault(f"{metric},{s['filter']}", {})[task, s["doc_id"], s["prompt_hash"]] = float(value), float(weight)
+    measures, results = {}, done["results"]
+    whole = any("," in key for key in results.get(name, ()))  # else a tag, or a group without an aggregate: its tasks one by one
+    for task in [name] if whole else results:
+        for metric, value in results[task].items():
+            if "," in metric and "_stderr," not in metric:
+                error = results[task].get(metric.replace(",", "_stderr,"))
+                own = {key: item for key, item in items.get(metric, {}).items() if whole or key[0] == task}
+                unit = "of log-likelihood" if any(word in metric for word in ("perplexity", "bits_per_byte")) else ""
+                title = f"{task}, {'/'.join(map(str, had))}-shot: {metric}" + " (the paper's)" * (metric == papers)
+                measures[title] = Measure(own, float(value), error if isinstance(error, float) else None, unit)
+    return measures, {"results": results, "n-shot": done["n-shot"], "versions": done["versions"], "outcomes": outcomes}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -575,7 +581,7 @@ def main():
     parser.add_argument("--prefix_token", default="auto", help="what stands before an empty context or a whole text: bos, eot, or an id; auto: bos for imported models that have one, else eot")
     parser.add_argument("--add_bos", choices=["auto", "true", "false"], default="auto", help="the prefix token before every prompt, too; auto: where it is bos")
     parser.add_argument("--weights", choices=["raw", "ema"], default="raw", help="ema: the running average, of a run with --ema_decay=")
-    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap, of few-shot choice and of shuffled answers (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap (default 0); the harness keeps its own seeds")
     parser.add_argument("--out", help="the JSON file to write, which must not exist; default: out/eval/<time>.json")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of compute; default: bfloat16 on CUDA, else float32")
@@ -593,6 +599,7 @@ def main():
         raise UserError(f"--out={out} exists already: give another name, or remove it first")
 
     # What can be wrong is found out before anything is computed
+    check_device(args.device)
     metas = {}
     for path in args.ckpts:
         if find_checkpoint(path) is None:
@@ -604,11 +611,11 @@ def main():
         comparable(metas, args, tokenizers)
     val = open_val(metas, args) if args.windows else None
     rows = protocol_data(args.protocol_data) if args.protocol == "paper" else None
-    manager = find_tasks(names, args) if names else None
+    tasks = load_tasks(names, args) if names else {}
 
     measures, report = {}, {"command": sys.argv[1:], "torch": torch.__version__, "lm_eval": importlib.metadata.version("lm_eval") if names else None, "checkpoints": {}}
     for path in args.ckpts:
-        ckpt, found, tasks = Checkpoint(path, args), {}, {}
+        ckpt, found, details = Checkpoint(path, args), {}, {}
         if val:
             found |= {f"held out, {args.windows if args.windows != 'all' else 'all windows'}: {k}": m for k, m in held_out(ckpt, val, args.windows, args.limit).items()}
         if names or rows:
@@ -617,7 +624,7 @@ def main():
         if rows:
             found |= {f"paper's protocol: {k}": m for k, m in paper_protocol(ckpt, rows, args.limit).items()}
         for name in names:
-            result, tasks[name] = run_task(ckpt, name, manager, args)
+            result, details[name] = run_task(ckpt, name, tasks[name], args)
             found |= {f"harness, {k}": m for k, m in result.items()}
         measures[path] = found
         said = {"step": ckpt.meta["step"], "weights": args.weights, "residual": ckpt.model.config.residual, "route_heads": ckpt.model.config.route_heads, "dtype": str(ckpt.dtype),
@@ -629,7 +636,7 @@ def main():
                   f"{ckpt.cut} requests cut at the left, {ckpt.shortened} allowed fewer new tokens than their task, to fit into {ckpt.block_size}")  # fmt: skip
         report["checkpoints"][path] = said | {
             "measures": {k: {"value": m.value, "stderr": m.stderr, "items": len(m.items)} for k, m in found.items()},
-            "harness": tasks,
+            "harness": details,
             "items": {k: [[*(key if isinstance(key, tuple) else (key,)), *item] for key, item in m.items.items()] for k, m in found.items() if not k.startswith("harness")},
         }
         del ckpt
