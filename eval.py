@@ -1,10 +1,10 @@
 """How good is a checkpoint, and is another one better: held-out loss, the paper's zero-shot protocol, lm-evaluation-harness tasks.
 
-    python eval.py out/demo_baseline out/demo_mhar                       # held-out loss, perplexity, bits per byte, and their difference
-    python eval.py out/demo_mhar --windows=documents                     # every held-out document from its own beginning
-    python eval.py out/mhar_1b_baseline out/mhar_1b_mhar --protocol=paper   # WikiText-2, LAMBADA, HellaSwag as in the paper's Table 2
+    python eval.py out/demo_baseline out/demo_mhar                            # held-out loss, perplexity, bits per byte, and their difference
+    python eval.py out/demo_mhar --windows=documents                          # every held-out document from its own beginning
+    python eval.py out/mhar_1b_baseline out/mhar_1b_mhar --protocol=paper     # WikiText-2, LAMBADA, HellaSwag as in the paper's Table 2
     python eval.py out/marin_8b_plain out/marin_8b_delta --weights=ema --tasks=mmlu,gpqa_main_zeroshot,gsm8k,minerva_math
-    python eval.py out/demo_mhar --tasks=my_task --include_path=tasks/   # a task of your own, offline
+    python eval.py out/demo_mhar --tasks=my_task --include_path=tasks/        # a task of your own, offline
 
 Everything is a sum of log-probabilities of token ids, or greedy generation, so there is one function for each: Checkpoint.score and
 Checkpoint.generate. Several checkpoints are compared item by item with the first: 0/1 outcomes by McNemar's exact test, all else by
@@ -107,49 +107,72 @@ def compare(a, b, seed):
 # ----------------------------------------------------------------------------------------------------------------------
 @dataclass
 class Text:
-    """encode(text) -> list of ids without a bos; decode(ids) -> text; ids from n_ids on are padding rows of the model; bos None: it has none."""
+    """A tokenizer and what stands before a text. plain(text) -> list of ids; decode(ids) -> text; ids from n_ids on are padding rows of the model;
+    bos is None where there is none. prefix stands before an empty context and before a whole text, with add_bos before every prompt, too."""
 
     name: str
-    encode: Callable
+    plain: Callable
     decode: Callable
     n_ids: int
     bos: int | None
     eot: int
+    prefix: int | None = None
+    add_bos: bool = False
+
+    def encode(self, text, bos=None):
+        """Ids, after the prefix if bos (None: as add_bos says)."""
+        ids = self.plain(text)
+        return [self.prefix, *ids] if (self.add_bos if bos is None else bos) and ids[:1] != [self.prefix] else ids
 
 
-def load_text(meta, flag, ckpt):
-    """The Text of a checkpoint: what --tokenizer says, or its meta.json, or else the tokenizer.json that it was imported with."""
+def load_text(path, meta, args):
+    """The Text of a checkpoint: what --tokenizer says, or its meta.json, or else the tokenizer.json that it was imported with. Its prefix is bos
+    for an imported model whose tokenizer has one, as it was trained; else eot, which stood before every document when it was trained here."""
     origin = meta.get("origin") or {}
-    said = origin.get("config") or {}  # config.json, as far as it knows
     beside = Path(origin.get("source", "/nowhere"), "tokenizer.json")
-    name = flag or meta["data"]["tokenizer"] or (str(beside) if beside.is_file() else None)
+    name = args.tokenizer or meta["data"]["tokenizer"] or (str(beside) if beside.is_file() else None)
     if name is None:
-        raise UserError(f"{ckpt} names no tokenizer: give --tokenizer= one of bytes, {', '.join(TOKENIZERS)}, or the path of its tokenizer.json")
+        raise UserError(f"{path} names no tokenizer: give --tokenizer= one of bytes, {', '.join(TOKENIZERS)}, or the path of its tokenizer.json")
     if name == "bytes" or name in TOKENIZERS:
         t = load_tokenizer(name)
-        encode = lambda text: t.encode(unicodedata.normalize("NFC", text) if t.nfc else text).tolist()
-        eot = said.get("eos_token_id") if meta["data"]["dataset"] is None else None  # trained here, it is what its data had between documents
-        return Text(name, encode, t.decode, t.n_ids, t.n_text if name == "llama3" else None, eot if isinstance(eot, int) else t.eot)
-    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+        plain = lambda text: t.encode(unicodedata.normalize("NFC", text) if t.nfc else text).tolist()
+        text = Text(name, plain, t.decode, t.n_ids, t.n_text if name == "llama3" else None, t.eot)
+        if meta["data"]["dataset"] is None and isinstance(eos := (origin.get("config") or {}).get("eos_token_id"), int):
+            text.eot = eos  # as imported; once trained here, it is what its data has between documents
+    else:
+        text = load_tokenizer_json(Path(name), origin.get("config") or {})
+    if text.n_ids > meta["model_config"]["vocab_size"]:
+        raise UserError(f"the tokenizer {name} has {text.n_ids:,} ids, {path} only {meta['model_config']['vocab_size']:,} rows: give --tokenizer= the one it was trained with")
+    which = args.prefix_token if args.prefix_token != "auto" else "bos" if origin and text.bos is not None else "eot"
+    prefix = {"bos": text.bos, "eot": text.eot}.get(which, which)
+    if not str(prefix).isdigit() or int(prefix) >= text.n_ids:
+        has = "" if text.bos is not None else f"; the tokenizer {name} puts no bos before a text"
+        raise UserError(f"--prefix_token={args.prefix_token} is none of auto, bos, eot and the ids 0 to {text.n_ids - 1}{has}")
+    text.prefix, text.add_bos = int(prefix), which == "bos" if args.add_bos == "auto" else args.add_bos == "true"
+    return text
+
+
+def load_tokenizer_json(path, config):
+    """The Text of a Hugging Face tokenizer.json or the folder it is in, without a prefix; config: the model's config.json."""
+    path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
-        raise UserError(f"--tokenizer={name}: no such file, and no tokenizer of that name: there are bytes, {', '.join(TOKENIZERS)}, and paths of a tokenizer.json")
+        raise UserError(f"--tokenizer={path}: no such file, and no tokenizer of that name: there are bytes, {', '.join(TOKENIZERS)}, and paths of a tokenizer.json")
     try:
         from tokenizers import Tokenizer
+
+        t = Tokenizer.from_file(str(path))
     except ImportError as error:
         raise UserError(f"{path} needs a package that is not here: pip install tokenizers") from error
-    try:
-        t = Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing narrower
         raise UserError(f"{path} is not a tokenizer ({first_line(error)}): fetch it again") from error
-    if (path.parent / "tokenizer_config.json").is_file():
-        said = said | json.loads((path.parent / "tokenizer_config.json").read_text())
-    eos = said.get("eos_token", said.get("eos_token_id"))
+    beside = path.with_name("tokenizer_config.json")
+    said = config | (json.loads(beside.read_text()) if beside.is_file() else {})
+    eos = said.get("eos_token") or said.get("eos_token_id")
     eos = eos[0] if isinstance(eos, list) else eos["content"] if isinstance(eos, dict) else eos
     eot = t.token_to_id(eos) if isinstance(eos, str) else eos
     if eot is None:
         raise UserError(f"{path} does not say what ends a text: put a tokenizer_config.json with its eos_token beside it")
-    plain = lambda text: t.encode(text, add_special_tokens=False).ids
-    with_bos = t.encode("a").ids
+    plain, with_bos = lambda text: t.encode(text, add_special_tokens=False).ids, t.encode("a").ids
     bos = with_bos[0] if with_bos[1:] == plain("a") else None  # what the tokenizer itself puts before a text
     return Text(str(path), plain, lambda ids: t.decode(ids, skip_special_tokens=True), t.get_vocab_size(), bos, eot)
 
@@ -199,11 +222,12 @@ def answer_head(n_ids, x, weight, targets, z_loss):
 
 
 class Checkpoint:
-    """A model on its device, with its tokenizer and how it is asked. Compute is bf16 on CUDA, as train.py's evaluation: big matrices are cast
-    once, norms and routing keep the precision they are stored in. Log-probabilities are fp32."""
+    """A model on its device, its Text (None: it is given ids alone), and how it is asked. Compute is bf16 on CUDA, as train.py's evaluation: the
+    matrices are cast once, norms and routing keep the precision they are stored in. Log-probabilities are fp32.
+    cut: how many inputs lost something at the left; shortened: how many were allowed fewer new tokens than they asked for."""
 
-    def __init__(self, path, args):
-        self.path, self.device = path, check_device(args.device)
+    def __init__(self, path, text, args):
+        self.path, self.text, self.device, self.batch_size = path, text, check_device(args.device), args.batch_size
         self.model, self.meta = load_model(path, self.device, weights=args.weights)
         self.dtype = getattr(torch, args.dtype or ("bfloat16" if self.device.type == "cuda" else "float32"))
         for module in self.model.modules():
@@ -211,35 +235,10 @@ class Checkpoint:
                 module.to(self.dtype)
         if self.dtype == torch.float32:
             self.model.float()
-        self.mixed = any(p.dtype != self.dtype for p in self.model.parameters())
+        mixed = any(p.dtype != self.dtype for p in self.model.parameters())
+        self.autocast = partial(torch.autocast, self.device.type, self.dtype) if mixed else nullcontext
         self.model.residual.kernel = choose_kernel("auto", self.model.config, self.device, self.dtype)[0]
-        self.block_size = context_of(self.meta, args)
-        self.batch_size, self.cut, self.shortened, self.first_ids = args.batch_size, 0, 0, None
-        self.text = None
-
-    def read_text(self, args):
-        """Load the tokenizer and settle what stands before a text: bos for an imported model whose tokenizer has one, as it was trained;
-        else eot, which stood before every document when it was trained here. With add_bos it stands before every prompt, too."""
-        t = self.text = load_text(self.meta, args.tokenizer, self.path)
-        imported = bool(self.meta.get("origin"))
-        which = args.prefix_token if args.prefix_token != "auto" else "bos" if imported and t.bos is not None else "eot"
-        if which == "bos" and t.bos is None:
-            raise UserError(f"--prefix_token=bos: the tokenizer {t.name} puts none before a text; give eot or an id")
-        self.prefix = {"bos": t.bos, "eot": t.eot}.get(which, which)
-        if not str(self.prefix).isdigit() or not 0 <= int(self.prefix) < t.n_ids:
-            raise UserError(f"--prefix_token={args.prefix_token} is none of auto, bos, eot and the ids 0 to {t.n_ids - 1}")
-        self.prefix = int(self.prefix)
-        self.add_bos = which == "bos" if args.add_bos == "auto" else args.add_bos == "true"
-        if t.n_ids > self.model.config.vocab_size:
-            raise UserError(f"the tokenizer {t.name} has {t.n_ids:,} ids, {self.path} only {self.model.config.vocab_size:,} rows: give --tokenizer= the one it was trained with")
-
-    def encode(self, text, bos=None):
-        """Ids of a text, after the prefix token if bos (None: as add_bos says)."""
-        ids = self.text.encode(text)
-        return [self.prefix, *ids] if (self.add_bos if bos is None else bos) and ids[:1] != [self.prefix] else ids
-
-    def autocast(self):
-        return torch.autocast(self.device.type, self.dtype) if self.mixed else nullcontext()
+        self.block_size, self.cut, self.shortened, self.first_ids = context_of(self.meta, args), 0, 0, None
 
     @torch.no_grad()
     def score(self, pairs, what, n_ids=None):
@@ -256,7 +255,7 @@ class Checkpoint:
         order, scored = sorted(asked, key=len, reverse=True), [None] * len(pairs)
         self.first_ids = self.first_ids or list(pairs[0][0][:5])
         self.model.loss_head = partial(answer_head, n_ids or self.text.n_ids)
-        with tqdm(total=len(order), desc=what, unit="input", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30) as progress:
+        with progress(len(order), what, "inputs") as bar:
             for first in range(0, len(order), self.batch_size):
                 batch = order[first : first + self.batch_size]
                 idx = torch.zeros(len(batch), max(1, len(batch[0])), dtype=torch.int64)
@@ -273,7 +272,7 @@ class Checkpoint:
                 sizes = [place.shape[1] for place in places]
                 for i, p, g in zip(where, logp.cpu().split(sizes), greedy.cpu().split(sizes)):
                     scored[i] = p.numpy(), bool(g.all())
-                progress.update(len(batch))
+                bar.update(len(batch))
         return scored
 
     @torch.no_grad()
@@ -305,6 +304,10 @@ class Checkpoint:
         return [cut(self.text.decode(ids), stops) for ids in texts]
 
 
+def progress(total, what, unit):
+    return tqdm(total=total, desc=what, unit=unit, dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30)
+
+
 def cut(text, stops):
     """The text before the first of the stop strings."""
     return text[: min([text.find(s) for s in stops if s in text], default=len(text))]
@@ -333,19 +336,14 @@ def held_out(ckpt, val, windows, limit):
     else:
         reader = ValWindows(val, T, sys.maxsize if windows == "all" else int(windows))
         pairs = [(i, reader.batch([i])[0].tolist()) for i in range(reader.n)][:limit]
-    scored = ckpt.score([(ids[:1], ids[1:]) for _, ids in pairs], f"{windows} {'windows' if windows != 'documents' else ''}".strip(), load_tokenizer(name).n_ids)
-    length, loss, bits = token_bytes(name), {}, {}
-    for (key, ids), (logp, _) in zip(pairs, scored):
+    scored = ckpt.score([(ids[:1], ids[1:]) for _, ids in pairs], "held out", load_tokenizer(name).n_ids)
+    length, numbers = token_bytes(name), []
+    for (_, ids), (logp, _) in zip(pairs, scored):
         size = length[ids[1:]]
-        add(loss, key, -logp.sum(dtype=float), len(logp))
-        add(bits, key, -logp[size > 0].sum(dtype=float) / math.log(2), int(size.sum()))
-    loss = Measure(loss, unit="nats per token")
-    return {"loss": loss, "perplexity": Measure({}, math.exp(loss.value)), "bits per byte": Measure({k: v for k, v in bits.items() if v[1]}, unit="bits")}
-
-
-def add(items, key, value, weight):
-    v, w = items.get(key, (0.0, 0))
-    items[key] = v + value, w + weight
+        numbers.append((-logp.sum(dtype=float), len(logp), -logp[size > 0].sum(dtype=float) / math.log(2), size.sum()))
+    nats, tokens, bits, size = (np.bincount([key for key, _ in pairs], column).tolist() for column in zip(*numbers))  # of a window or document
+    loss, bits = Measure(dict(enumerate(zip(nats, tokens))), unit="nats per token"), Measure(dict(enumerate(zip(bits, size))), unit="bits per byte")
+    return {"loss": loss, "perplexity": Measure({}, math.exp(loss.value)), "bits per byte": bits}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -378,7 +376,7 @@ def paper_protocol(ckpt, rows, limit):
     predicted), no overlap. LAMBADA: first 500; right if the first token of the last word is the likeliest. HellaSwag: first 200; the ending
     with the highest mean log-probability per token, at most 512 tokens in all."""
     T, most = ckpt.block_size, lambda n: min(n, limit or n)
-    ids = ckpt.encode("\n\n".join(rows["wikitext"]), bos=False)
+    ids = ckpt.text.encode("\n\n".join(rows["wikitext"]), bos=False)
     windows = [ids[i : i + T] for i in range(0, len(ids), T)][: most(200)]
     scored = ckpt.score([(w[:1], w[1:]) for w in windows if len(w) > 1], "paper protocol: WikiText-2")
     wikitext = Measure({i: (-logp.sum(dtype=float), len(logp)) for i, (logp, _) in enumerate(scored)}, unit="nats per token")
@@ -386,13 +384,13 @@ def paper_protocol(ckpt, rows, limit):
     pairs = []
     for text in rows["lambada"][: most(500)]:
         context, _, word = text.strip().rpartition(" ")
-        pairs.append((ckpt.encode(context), ckpt.encode(f" {word}", bos=False)[:1]))
+        pairs.append((ckpt.text.encode(context), ckpt.text.encode(f" {word}", bos=False)[:1]))
     lambada = Measure({i: (float(right), 1) for i, (_, right) in enumerate(ckpt.score(pairs, "paper protocol: LAMBADA"))})
 
     pairs, items = [], rows["hellaswag"][: most(200)]
     for item in items:
         for ending in item["endings"]:
-            context, answer = ckpt.encode(item["ctx"]), ckpt.encode(f" {ending}", bos=False)
+            context, answer = ckpt.text.encode(item["ctx"]), ckpt.text.encode(f" {ending}", bos=False)
             pairs.append((context[-max(1, 512 - len(answer)) :], answer))
     means = iter([logp.mean() for logp, _ in ckpt.score(pairs, "paper protocol: HellaSwag")])
     chosen = [int(np.argmax([next(means) for _ in item["endings"]])) for item in items]
@@ -416,10 +414,10 @@ class Harness(TemplateLM):
 
     @property
     def prefix_token_id(self):
-        return self.ckpt.prefix
+        return self.ckpt.text.prefix
 
     def tok_encode(self, string, add_special_tokens=None, **_):
-        return self.ckpt.encode(string, add_special_tokens)
+        return self.ckpt.text.encode(string, add_special_tokens)
 
     def _loglikelihood_tokens(self, requests, **_):
         return [(float(logp.sum(dtype=float)), greedy) for logp, greedy in self.ckpt.score([(c, a) for _, c, a in requests], "log-likelihoods")]
@@ -429,8 +427,8 @@ class Harness(TemplateLM):
 
         pairs, owner = [], []
         for i, request in enumerate(requests):
-            ids = self.ckpt.encode(request.args[0], bos=False)
-            windows = get_rolling_token_windows(ids, self.ckpt.prefix, self.ckpt.block_size, 1)
+            ids = self.ckpt.text.encode(request.args[0], bos=False)
+            windows = get_rolling_token_windows(ids, self.ckpt.text.prefix, self.ckpt.block_size, 1)
             pairs += map(make_disjoint_window, windows)
             owner += [i] * (len(pairs) - len(owner))
         sums = [0.0] * len(requests)
@@ -449,20 +447,20 @@ class Harness(TemplateLM):
                 raise UserError(f"this task generates with {', '.join(sorted(other))}, which eval.py does not know: leave the task out")
             new = min(how["max_gen_toks"], T // 2)
             ckpt.shortened += new < how["max_gen_toks"]
-            prompt = ckpt.encode(context) or [ckpt.prefix]
+            prompt = ckpt.text.encode(context) or [ckpt.text.prefix]
             ckpt.cut += len(prompt) > T - new
             sampled = (how["temperature"] or 1.0, how.get("top_k", 0), how.get("top_p", 1.0)) if how["do_sample"] else (0, 0, 1.0)
             asked.setdefault((tuple(how["until"]), new, sampled), []).append((i, prompt[new - T :]))
             ckpt.first_ids = ckpt.first_ids or prompt[:5]
         generator = torch.Generator(ckpt.device).manual_seed(0)
-        with tqdm(total=len(requests), desc="generation", unit="text", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30) as progress:
+        with progress(len(requests), "generation", "texts") as bar:
             for (stops, new, sampled), group in asked.items():
                 group.sort(key=lambda one: -len(one[1]))
                 for first in range(0, len(group), ckpt.batch_size):
                     where, prompts = zip(*group[first : first + ckpt.batch_size])
                     for i, text in zip(where, ckpt.generate(prompts, [s for s in stops if s], new, *sampled, generator=generator)):
                         texts[i] = text
-                    progress.update(len(where))
+                    bar.update(len(where))
         return texts
 
 
@@ -481,11 +479,11 @@ def load_tasks(names, args):
     if unknown := [name for name in names if name not in manager.all_tasks]:
         near = difflib.get_close_matches(unknown[0], manager.all_tasks, 3, 0.5)
         raise UserError(f"--tasks={unknown[0]}: no such task; " + (f"did you mean {', '.join(near)}?" if near else "lm-eval ls tasks lists them"))
-    consent = "runs code that the model wrote, on this machine and with your rights: if you want that, in a container say, add --run_code"
-    if unsafe := [name for name in names if (manager.task_index[name].cfg or {}).get("unsafe_code")]:
-        if not args.run_code:
-            raise UserError(f"{unsafe[0]} {consent}")
+    if args.run_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
+    consent = "runs code that the model wrote, on this machine and with your rights: if you want that, in a container say, add --run_code"
+    if not args.run_code and (unsafe := [name for name in names if (manager.task_index[name].cfg or {}).get("unsafe_code")]):
+        raise UserError(f"{unsafe[0]} {consent}")
     tasks = {}
     for name in names:
         random.seed(0)  # as the harness does: gpqa shuffles its answers while it is loaded
@@ -535,35 +533,38 @@ def run_task(ckpt, name, tasks, args):
 # ----------------------------------------------------------------------------------------------------------------------
 # All of it
 # ----------------------------------------------------------------------------------------------------------------------
-def comparable(metas, args, tokenizers):
-    """UserError unless losses of these checkpoints {path: meta} mean the same: tokenizer and context, and for held-out loss the dataset."""
-    (first, meta), *others = metas.items()
-    facts = {"tokenizer": tokenizers, "context": {p: context_of(m, args) for p, m in metas.items()}, "dataset": {p: args.dataset or m["data"]["dataset"] for p, m in metas.items()}}
-    remedy = {"tokenizer": "losses per token do not compare; evaluate them one by one", "context": "give --block_size= the smaller", "dataset": "give --dataset= one for all"}
-    for what, values in facts.items():
-        for path, _ in others:
-            if values[path] != values[first] and (what != "dataset" or args.windows):
-                raise UserError(f"{first} and {path} differ in their {what} ({values[first]}, {values[path]}): {remedy[what]}")
+def comparable(metas, args):
+    """UserError unless losses per token of these checkpoints {path: meta} mean the same."""
+    (first, *others), contexts = metas, {path: context_of(meta, args) for path, meta in metas.items()}
+    for path in others:
+        a, b = (args.tokenizer or metas[p]["data"]["tokenizer"] for p in (first, path))
+        if a != b:
+            raise UserError(f"{first} and {path} differ in their tokenizer ({a}, {b}), their losses per token do not compare: evaluate them one by one")
+        if contexts[path] != contexts[first]:
+            raise UserError(f"{first} and {path} differ in their context ({contexts[first]}, {contexts[path]}): give --block_size={min(contexts.values())}")
 
 
 def open_val(metas, args):
     """The val.bin to evaluate on: --dataset=, or the one that the checkpoints were trained on."""
-    path, meta = next(iter(metas.items()))
-    name = args.dataset or meta["data"]["dataset"]
+    names = {path: args.dataset or meta["data"]["dataset"] for path, meta in metas.items()}
+    (first, name), *_ = names.items()
     if name is None:
-        raise UserError(f"{path} was imported and knows no dataset: give --dataset= a name under data/ or a folder of prepare_data.py")
+        raise UserError(f"{first} was imported and knows no dataset: give --dataset= a name under data/ or a folder of prepare_data.py")
+    for path in names:
+        if names[path] != name:
+            raise UserError(f"{first} and {path} differ in their dataset ({name}, {names[path]}): give --dataset= one for all")
     folder = find_dataset(name)
-    val = open_bin(folder / "val.bin")
+    val, train = (open_bin(folder / f"{split}.bin") for split in ("val", "train"))
     for path, meta in metas.items():
         known = args.tokenizer or meta["data"]["tokenizer"]
         if known not in (None, val.header["tokenizer"]) or meta["model_config"]["vocab_size"] < val.header["vocab"]:
-            raise UserError(f"{folder} holds {val.header['tokenizer']} tokens, {path} was trained on {known}: give --dataset= one of its tokenizer")
-        if meta["data"].get("sha256") not in (None, open_bin(folder / "train.bin").header["sha256"]):
+            raise UserError(f"{folder} holds {val.header['tokenizer']} tokens, which are not those of {path} ({known}): give --dataset= another")
+        if meta["data"].get("sha256") not in (None, train.header["sha256"]):
             print(f"note: {path} was trained on other data than {folder}/train.bin: whether val.bin is new to it, you must know")
     return val
 
 
-def main():
+def arguments():
     parser = Parser(prog="eval.py", description=__doc__)
     parser.add_argument("ckpts", nargs="+", metavar="CKPT", help="a checkpoint, or a run's folder; several are compared with the first")
     parser.add_argument("--windows", help="held-out loss on so many fixed windows (default 200), on `all`, or on `documents` from their beginning")
@@ -586,76 +587,87 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of compute; default: bfloat16 on CUDA, else float32")
     args = parser.parse_args()
-    names = [name for name in args.tasks.split(",") if name] + FULL * (args.protocol == "full")
-    args.windows = args.windows or (None if names or args.protocol else "200")
     if args.windows not in (None, "all", "documents") and not (args.windows.isdigit() and int(args.windows)):
         raise UserError(f"--windows={args.windows} is none of a number, all and documents")
     if args.batch_size < 1 or args.limit is not None and args.limit < 1 or args.seed < 0 or (args.num_fewshot or 0) < 0:
         raise UserError("--batch_size and --limit are 1 or more, --seed and --num_fewshot 0 or more")
     if len(set(args.ckpts)) < len(args.ckpts):
         raise UserError(f"{max(args.ckpts, key=args.ckpts.count)} is given twice: leave one out")
-    out = Path(args.out or f"out/eval/{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}.json")
+    args.tasks = [name for name in args.tasks.split(",") if name] + FULL * (args.protocol == "full")
+    if not args.tasks and not args.protocol:
+        args.windows = args.windows or "200"
+    return args
+
+
+def new_file(path):
+    """The path of a file that does not exist, in a folder that can be written to."""
+    out = Path(path or f"out/eval/{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}.json")
     if out.exists():
         raise UserError(f"--out={out} exists already: give another name, or remove it first")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.touch(exist_ok=False)
+        out.unlink()
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror}): give another --out=") from error
+    return out
 
+
+def main():
+    args = arguments()
     # What can be wrong is found out before anything is computed
     check_device(args.device)
-    metas = {}
+    out, metas = new_file(args.out), {}
     for path in args.ckpts:
-        if find_checkpoint(path) is None:
+        folder = find_checkpoint(path)
+        if folder is None:
             raise UserError(f"{path} is not a checkpoint: give a folder with meta.json, or a run's folder with `latest`")
-        metas[path] = read_meta(find_checkpoint(path))
+        if args.weights == "ema" and not any(folder.glob("ema.safetensors*")):
+            raise UserError(f"{folder} has no ema.safetensors: it was trained without --ema_decay=, use --weights=raw")
+        metas[path] = read_meta(folder)
         context_of(metas[path], args)
-    tokenizers = {path: load_text(meta, args.tokenizer, path).name if names or args.protocol else meta["data"]["tokenizer"] for path, meta in metas.items()}
-    if args.windows or args.protocol:
-        comparable(metas, args, tokenizers)
+    texts = {path: load_text(path, meta, args) if args.tasks or args.protocol else None for path, meta in metas.items()}
     val = open_val(metas, args) if args.windows else None
+    if args.windows or args.protocol:
+        comparable(metas, args)
     rows = protocol_data(args.protocol_data) if args.protocol == "paper" else None
-    tasks = load_tasks(names, args) if names else {}
+    tasks = load_tasks(args.tasks, args) if args.tasks else {}
 
-    measures, report = {}, {"command": sys.argv[1:], "torch": torch.__version__, "lm_eval": importlib.metadata.version("lm_eval") if names else None, "checkpoints": {}}
+    report = {"command": sys.argv[1:], "torch": torch.__version__, "lm_eval": importlib.metadata.version("lm_eval") if tasks else None, "checkpoints": {}, "comparisons": []}
+    measures, first = {}, args.ckpts[0]
     for path in args.ckpts:
-        ckpt, found, details = Checkpoint(path, args), {}, {}
+        ckpt, found, details, text = Checkpoint(path, texts[path], args), {}, {}, texts[path]
         if val:
-            found |= {f"held out, {args.windows if args.windows != 'all' else 'all windows'}: {k}": m for k, m in held_out(ckpt, val, args.windows, args.limit).items()}
-        if names or rows:
-            ckpt.read_text(args)
+            title = {"all": "all windows", "documents": "documents"}.get(args.windows, f"{args.windows} windows")
+            found |= {f"held out, {title}: {k}": m for k, m in held_out(ckpt, val, args.windows, args.limit).items()}
             ckpt.first_ids = None
         if rows:
             found |= {f"paper's protocol: {k}": m for k, m in paper_protocol(ckpt, rows, args.limit).items()}
-        for name in names:
+        for name in tasks:
             result, details[name] = run_task(ckpt, name, tasks[name], args)
             found |= {f"harness, {k}": m for k, m in result.items()}
+        report["checkpoints"][path] = {
+            "step": ckpt.meta["step"], "weights": args.weights, "residual": ckpt.model.config.residual, "route_heads": ckpt.model.config.route_heads,
+            "device": str(ckpt.device), "dtype": str(ckpt.dtype), "kernel": ckpt.model.residual.kernel, "context": ckpt.block_size, "batch_size": ckpt.batch_size,
+            "cut_at_left": ckpt.cut, "fewer_new_tokens": ckpt.shortened, "first_ids_of_request_0": ckpt.first_ids,
+            "tokenizer": text and text.name, "prefix_token": text and text.prefix, "add_bos": text and text.add_bos,
+            "measures": {k: {"value": m.value, "stderr": m.stderr, "items": len(m.items)} for k, m in found.items()}, "harness": details,
+            "items": {k: [[key, *item] for key, item in m.items.items()] for k, m in found.items() if not k.startswith("harness")},
+        }  # fmt: skip
+        if text:
+            print(f"{path}: prefix token {text.prefix}{' before every prompt' * text.add_bos}, request 0 begins with {ckpt.first_ids}; "
+                  f"{ckpt.cut} inputs cut at the left, {ckpt.shortened} allowed fewer new tokens than their task asks for, to fit into {ckpt.block_size}")  # fmt: skip
         measures[path] = found
-        said = {"step": ckpt.meta["step"], "weights": args.weights, "residual": ckpt.model.config.residual, "route_heads": ckpt.model.config.route_heads, "dtype": str(ckpt.dtype),
-                "kernel": ckpt.model.residual.kernel, "device": str(ckpt.device), "context": ckpt.block_size, "batch_size": args.batch_size, "cut_at_left": ckpt.cut,
-                "fewer_new_tokens": ckpt.shortened}  # fmt: skip
-        if ckpt.text:
-            said |= {"tokenizer": ckpt.text.name, "prefix_token": ckpt.prefix, "add_bos": ckpt.add_bos, "first_ids_of_request_0": ckpt.first_ids}
-            print(f"{path}: prefix token {ckpt.prefix}{' before every prompt' if ckpt.add_bos else ''}, request 0 begins with {ckpt.first_ids}; "
-                  f"{ckpt.cut} requests cut at the left, {ckpt.shortened} allowed fewer new tokens than their task, to fit into {ckpt.block_size}")  # fmt: skip
-        report["checkpoints"][path] = said | {
-            "measures": {k: {"value": m.value, "stderr": m.stderr, "items": len(m.items)} for k, m in found.items()},
-            "harness": details,
-            "items": {k: [[*(key if isinstance(key, tuple) else (key,)), *item] for key, item in m.items.items()] for k, m in found.items() if not k.startswith("harness")},
-        }
+        for k, m in found.items() if path != first else ():
+            if m.items and m.items.keys() == measures[first][k].items.keys():
+                report["comparisons"].append({"first": first, "this": path, "measure": k} | compare(measures[first][k], m, args.seed))
+        out.write_text(json.dumps(report, indent=1, default=str))  # after each checkpoint: an hour's work is not lost with the next one's
         del ckpt
 
-    first, *others = args.ckpts
     show = lambda m: f"{m.value:.4f}" + (f" ± {m.stderr:.4f}" if m.stderr is not None else "")
     print("\n" + table(["", "items", *args.ckpts], [[k, len(m.items) or "", *(show(measures[p][k]) for p in args.ckpts)] for k, m in measures[first].items()]))
-    report["comparisons"] = []
-    for path in others:
-        for k, m in measures[first].items():
-            if m.items and m.items.keys() == measures[path][k].items.keys():
-                test = compare(m, measures[path][k], args.seed)
-                report["comparisons"].append({"first": first, "this": path, "measure": k} | test)
-                print(f"{path} against {first}, {k}: {test['words']}")
-            elif m.items:
-                print(f"{path} against {first}, {k}: not the same items, not compared")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with open(out, "x") as file:
-        json.dump(report, file, indent=1, default=str)
+    for c in report["comparisons"]:
+        print(f"{c['this']} against {first}, {c['measure']}: {c['words']}")
     print(f"\n{out} holds these numbers and the outcome of every item")
 
 
