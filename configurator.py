@@ -40,13 +40,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def cli(main):
-    """Call main(); a UserError becomes one line on stderr (one per node under torchrun) and exit code 2."""
+    """Call main(); a UserError becomes one line on stderr (one per node under torchrun) and exit code 2; Ctrl-C ends in one line too."""
     try:
         main()
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("error: " + str(error).replace("\n", " "), file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
 
 
 def configure(argv, *schemas, doc=None, default_file=None):

@@ -612,11 +612,11 @@ def main():
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     @torch.no_grad()
-    def evaluate():
-        """Mean loss over the fixed validation windows, dealt out to the ranks; batches are filled up with ignored targets, so that all
-        ranks run equally many of one size."""
-        mine, losses = list(range(rank, val_windows.n, world)), []
-        for i in range(0, math.ceil(val_windows.n / world), cfg.batch_size):
+    def evaluate(n=val_windows.n):
+        """Mean loss over the (first n) fixed validation windows, dealt out to the ranks; batches are filled up with ignored targets, so that
+        all ranks run equally many of one size."""
+        mine, losses = list(range(rank, n, world)), []
+        for i in range(0, math.ceil(n / world), cfg.batch_size):
             part = mine[i : i + cfg.batch_size]
             x, y = to_device(val_windows.batch(part + [0] * (cfg.batch_size - len(part))))
             y = torch.cat([y[: len(part)], torch.full_like(y[len(part) :], -100)])
@@ -625,7 +625,7 @@ def main():
             if part:
                 losses.append(cross_entropy * len(part))
         reshard(model)
-        return all_reduce([sum(loss.item() for loss in losses)], device)[0] / val_windows.n
+        return all_reduce([sum(loss.item() for loss in losses)], device)[0] / n
 
     @torch.no_grad()
     def evaluate_ema():
@@ -656,6 +656,16 @@ def main():
                 "origin": base_meta.get("origin")}  # fmt: skip
         checkpointer.save(meta, model, ema, optimizer)
 
+    micro_step = None
+    if compiled or graphed:  # all of it before the first step: a signal that comes later need not wait for a compiler
+        x, y = to_device(windows.batch(0, cfg.batch_size))
+        if graphed:
+            micro_step = GraphedMicroStep(forward_backward, x, y, model.parameters(), micro_steps)
+        else:
+            forward_backward(x, y, True)
+            optimizer.zero_grad(set_to_none=True)
+        evaluate(1)
+
     stop = []  # signals received; the run ends after the step at hand, with a checkpoint
     for s in (signal.SIGTERM, signal.SIGINT):
         signal.signal(s, lambda number, frame: (signal.signal(number, signal.SIG_DFL), stop.append(number)))
@@ -663,7 +673,6 @@ def main():
     checkpointer = Checkpointer(out_dir, cfg.keep_checkpoints, rank)
     progress = tqdm(total=cfg.max_steps, initial=step, disable=rank != 0, unit="step", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30)
     bad_step = torch.zeros((), device=device)  # the first step whose loss or gradient was not finite, found out without waiting for the GPU
-    micro_step = None
     saved_step, waited, since, last_log = step, 0.0, time.perf_counter(), step
     while step < cfg.max_steps:
         lr = learning_rate(cfg, step)
@@ -676,9 +685,6 @@ def main():
             x, y = to_device(windows.batch(step * cfg.global_batch_size + (micro * world + rank) * cfg.batch_size, cfg.batch_size))
             waited += time.perf_counter() - t
             first, last = micro == 0, micro == micro_steps - 1
-            if graphed and micro_step is None:
-                micro_step = GraphedMicroStep(forward_backward, x, y, model.parameters(), micro_steps)
-                since, waited = time.perf_counter(), 0.0  # compiling is not training
             cross_entropy = micro_step(x, y, first, last) if graphed else forward_backward(x, y, last)
             loss += cross_entropy / micro_steps
         grad_norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf))
