@@ -593,7 +593,8 @@ def arguments():
         raise UserError("--batch_size and --limit are 1 or more, --seed and --num_fewshot 0 or more")
     if len(set(args.ckpts)) < len(args.ckpts):
         raise UserError(f"{max(args.ckpts, key=args.ckpts.count)} is given twice: leave one out")
-    args.tasks = [name for name in args.tasks.split(",") if name] + FULL * (args.protocol == "full")
+    names = [name.strip() for name in args.tasks.split(",") if name.strip()] + FULL * (args.protocol == "full")
+    args.tasks = list(dict.fromkeys(names))
     if not args.tasks and not args.protocol:
         args.windows = args.windows or "200"
     return args

@@ -421,8 +421,36 @@ def test_the_papers_tasks_as_the_harness_defines_them(tmp_path, dataset, capsys,
     assert all(c["test"] == "McNemar, exact" for c in report["comparisons"])
 
 
+def test_full_protocol(tmp_path, dataset, capsys):  # noqa: F811
+    """The harness's own WikiText-2, LAMBADA and HellaSwag, whole, on local stand-ins, and labelled as the harness's."""
+    data = {
+        "wikitext": ("wikitext/wikitext.yaml", [{"page": f" = Page {i} = \n\n It is @-@ said , that page {i} says little . \n" * (1 + i)} for i in range(5)]),
+        "lambada_openai": ("lambada/lambada_openai.yaml", [{"text": f"story {i} ends with the word end{i}"} for i in range(6)]),
+        "hellaswag": ("hellaswag/hellaswag.yaml", [{"ctx_a": f"A man {i}.", "ctx_b": "he", "activity_label": "Walking", "endings": ["walks", "talks far too much", "is", "sits"], "label": "2"} for i in range(7)]),
+    }  # fmt: skip
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    for name, (stock, rows) in data.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        split = "validation" if name == "hellaswag" else "test"
+        others = "".join(f"{other}_split: null\n" for other in ("training", "validation", "test") if other != split)
+        (folder / f"{name}.yaml").write_text(f"include: {STOCK}/{stock}\ntask: {name}\ntag: []\ndataset_path: json\ndataset_name: null\n{others}{split}_split: {split}\n"
+                                             f"dataset_kwargs:\n  data_files:\n    {split}: {folder}/{name}.jsonl\n")  # fmt: skip
+    a, b = (save(drawn(method, seed), tmp_path / method, dataset) for method, seed in (("baseline", 1), ("hc", 2)))
+    main(a, b, "--protocol=full", f"--include_path={folder}", f"--out={tmp_path}/x.json")
+    report = json.loads((tmp_path / "x.json").read_text())
+    found = {k: (m["items"], m["value"]) for k, m in report["checkpoints"][a]["measures"].items()}
+    assert [found[f"harness, {k}"][0] for k in ("wikitext, 0-shot: word_perplexity,none", "lambada_openai, 0-shot: acc,none", "hellaswag, 0-shot: acc_norm,none")] == [5, 6, 7]
+    words = found["harness, wikitext, 0-shot: word_perplexity,none"][1]
+    (loss,) = [c for c in report["comparisons"] if c["measure"] == "harness, wikitext, 0-shot: word_perplexity,none"]
+    other = report["checkpoints"][b]["measures"][loss["measure"]]["value"]
+    assert abs(loss["mean_difference"] - math.log(words / other)) < 1e-6 and "of log-likelihood" in loss["words"]
+
+
 # ---- what a wrong command line is told ---------------------------------------------------------------------------------
 def test_wrong_input(tmp_path, dataset, monkeypatch):  # noqa: F811
+    import tokenizers  # noqa: F401
+
     folder = task_files(tmp_path / "tasks")
     good = save(drawn(), tmp_path / "good", dataset)
     long, qwen = save(drawn(block_size=16), tmp_path / "long", dataset), save(drawn(), tmp_path / "qwen", dataset, tokenizer="qwen3")
@@ -458,6 +486,11 @@ def test_wrong_input(tmp_path, dataset, monkeypatch):  # noqa: F811
             main(*argv)
         assert words in str(error.value) and "\n" not in str(error.value), error.value
     assert (tmp_path / "there.json").read_text() == "mine"
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for found, words in ((sys.modules["tokenizers"], "is not a tokenizer"), (None, "pip install tokenizers")):
+        monkeypatch.setitem(sys.modules, "tokenizers", found)
+        with pytest.raises(UserError, match=words):
+            main(good, f"--tokenizer={tmp_path}/tokenizer.json", "--tasks=picks", f"--include_path={folder}")
     monkeypatch.setattr(evaluation, "TemplateLM", object)
     with pytest.raises(UserError, match="pip install lm-eval"):
         main(good, "--tasks=picks", f"--include_path={folder}")
