@@ -197,6 +197,20 @@ def test_left_padding_is_not_noticed():
         assert KVCache(model.config, 1, 4, "cpu", torch.float32).open(2)[1][0][3].shape == (2, 4)  # the mask that LeftPadded widens
 
 
+def test_what_stands_before_a_text():
+    """The document separator for a model trained here; bos for an imported one whose tokenizer has it; and flags for both."""
+    pytest.importorskip("llama_models")
+    flags = lambda **changed: SimpleNamespace(**dict(tokenizer=None, prefix_token="auto", add_bos="auto") | changed)
+    meta = {"data": {"tokenizer": "llama3", "dataset": "x"}, "model_config": {"vocab_size": 128_256}}
+    here = load_text("x", meta, flags())
+    assert (here.prefix, here.add_bos, here.eot) == (128_001, False, 128_001) and here.encode("a b") == load_tokenizer("llama3").encode("a b").tolist()
+    imported = meta | {"data": {"tokenizer": "llama3", "dataset": None}, "origin": {"source": "/nowhere", "config": {"eos_token_id": 128_009}}}
+    there = load_text("x", imported, flags())
+    assert (there.prefix, there.add_bos, there.eot) == (128_000, True, 128_009) and there.encode("a b") == [128_000, *here.encode("a b")] and there.encode("a b", False) == here.encode("a b")
+    assert load_text("x", imported, flags(prefix_token="7", add_bos="true")).encode("a b") == [7, *here.encode("a b")]
+    assert not load_text("x", imported, flags(prefix_token="eot")).add_bos
+
+
 # ---- held-out loss ----------------------------------------------------------------------------------------------------
 def test_a_uniform_byte_model_scores_8_bits(tmp_path, dataset, capsys):  # noqa: F811
     """Held out in three ways, and through the harness; padding rows and end of text take no share of the 256 bytes."""
