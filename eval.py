@@ -227,7 +227,7 @@ class Checkpoint:
     cut: how many inputs lost something at the left; shortened: how many were allowed fewer new tokens than they asked for."""
 
     def __init__(self, path, text, args):
-        self.path, self.text, self.device, self.batch_size = path, text, check_device(args.device), args.batch_size
+        self.text, self.device, self.batch_size = text, check_device(args.device), args.batch_size
         self.model, self.meta = load_model(path, self.device, weights=args.weights)
         self.dtype = getattr(torch, args.dtype or ("bfloat16" if self.device.type == "cuda" else "float32"))
         for module in self.model.modules():
@@ -605,7 +605,7 @@ def new_file(path):
     out = Path(path or f"out/eval/{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}.json")
     if out.exists():
         raise UserError(f"--out={out} exists already: give another name, or remove it first")
-    try:
+    try:  # now, not after an hour
         out.parent.mkdir(parents=True, exist_ok=True)
         out.touch(exist_ok=False)
         out.unlink()
