@@ -129,8 +129,8 @@ def plot_sites(rows, path):
     ):
         for label, color, values in curves:
             axis.plot(sites, values, label=label, color=color, marker=".")
-        axis.set(xlabel="routing site", ylim=(0, None))
-        axis.legend(frameon=False)
+        axis.set(xlabel="routing site", ylim=(0, 1.25 * max(max(values) for _, _, values in curves)))  # room for the legend
+        axis.legend(frameon=False, loc="upper left", ncols=2)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     left.set(ylabel="KL between slices and whole (nats)", title="Width disagreement")

@@ -547,7 +547,7 @@ def main():
         model.loss_head = compiler(model.loss_head)
     forward = compiler(model) if compiled and cfg.parallel == "ddp" else model
     trained = forward
-    if distributed and cfg.parallel == "ddp":
+    if distributed and cfg.parallel == "ddp":  # the compiler cuts the model at DDP's buckets, whose gradients are summed while the backward goes on
         side = torch.cuda.Stream() if graphed else None  # its gradient hooks run on the stream that it is made on: a graph cannot hold the default one
         with torch.cuda.stream(side):
             trained = DistributedDataParallel(forward, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
@@ -745,6 +745,7 @@ def main():
             log({"event": "end", "step": step, "val_tail_mean": mean, "val_tail_count": len(tail)})
             print(f"done: validation loss {mean:.4f} nats per token, mean of the last {len(tail)} evaluations; {out_dir}")
     if dist.is_initialized():
+        micro_step = None  # graphs hold on to NCCL's communicator
         dist.destroy_process_group()
 
 
