@@ -1,17 +1,21 @@
-"""Tables 4 and 5 of the paper on your GPU: what depth routing costs alone, and what it costs a whole training step.
+"""What depth routing costs on your GPU: alone and in a whole training step (Tables 4 and 5 of the paper), and in generation.
 
     python bench.py                                            # everything; compiles for long, so parts can be run one by one:
     python bench.py --part=routing --scale=350M                # routing of one micro-batch: eager, torch.compile, the paper's algorithm, ours, peers
     python bench.py --part=step --scale=1B --method=baseline,mhar
-    python bench.py --part=step --scale=100M --batch=fill      # the largest batch that fits, instead of the paper's
+    python bench.py --part=step --scale=100M --batch=fill      # the fastest batch that fits, instead of the paper's
+    python bench.py --part=decode --scale=100M                 # milliseconds per new token
     python bench.py --scale=toy                                # on a CPU: does it run?
 
-Results are kept in --out (default out/bench.json); runs on the same GPU merge there, and the tables show all of them. H = 8 but for attnres and the peers (H = 1).
+One GPU, the first that CUDA_VISIBLE_DEVICES leaves. Results are kept in --out (default out/bench.json); runs on the same GPU merge there, and the tables show
+all of them. H = 8 but for attnres and the peers (H = 1); `-torch` is the reference routing in place of the kernels.
 Routing: milliseconds of all sites of one micro-batch, forward + backward, bf16. Methods that work site by site (all but ours) are timed at some
 numbers of sources N and summed over N = 1..S by linear interpolation; `+ adds` is what autograd then needs to add up their source gradients,
 one tensor per source and site. Floor: the bytes that our scheme has to move, at the bandwidth measured by a large copy.
 Step: forward, backward, clipping and fused AdamW of the whole compiled model, forward and backward replayed as one CUDA graph; `without graph`
 is the rate in tokens per second when every kernel is launched by itself.
+Decode: sample.py's own loop with a bf16 model of random weights, greedy, each step a replayed CUDA graph. From a prompt of 16 and of 1,024 tokens 64 new ones
+are made, into a cache of just that length; the first four are not timed, of the others the median over windows of 12.
 """
 import gc
 import json
@@ -28,6 +32,7 @@ import routing_kernels as rk
 from configurator import Parser, UserError, cli
 from model import GPT, GPTConfig, choose_kernel, peak_flops
 from routing_kernels import FusedDeltaRouter, FusedRouter, route_reference
+from sample import generate
 
 try:
     import triton
@@ -56,6 +61,9 @@ PAPER_STEP = {  # ratio to the baseline's tokens per second, peak GB; an H100, u
 }
 ROUTING_METHODS = ["eager", "torch.compile", "the paper's algorithm", "fla (H=1)", "liger (H=1)", "ours"]
 STEP_METHODS = ["baseline", "hc", "mhar-torch", "mhar", "attnres"]
+DECODE_METHODS = ["baseline", "hc", "mhar-torch", "mhar", "attnres", "delta"]
+METHODS = {"routing": ROUTING_METHODS, "step": STEP_METHODS, "decode": DECODE_METHODS}
+DECODE_BATCHES, DECODE_CONTEXTS = (1, 32), (16, 1024)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -365,24 +373,29 @@ def routing(scale, methods, batch):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Whole training steps.
+# Whole models.
 # ----------------------------------------------------------------------------------------------------------------------
-def step(scale, method, batch, B=None, param_dtype=torch.bfloat16):
-    """{"tokens_per_second", "ms", "peak_gb", "mfu", "batch"} of training at one scale."""
-    layers, D, heads, kv, ffn, T, paper_batch, _ = SCALES[scale]
+def build(scale, method, block_size, param_dtype):
+    layers, D, heads, kv, ffn, *_ = SCALES[scale]
+    residual = method.removesuffix("-torch")
+    config = GPTConfig(block_size=block_size, vocab_size=VOCAB.get(scale, 151936), n_layer=layers, n_embd=D, n_head=heads, n_kv_head=kv, ffn_dim=ffn, residual=residual,
+                       route_heads=min(8, D // 16))
+    kernel, why = choose_kernel("torch" if method.endswith("-torch") else "auto", config, torch.device(DEVICE), DTYPE)
+    if kernel == "torch" and method in ("mhar", "attnres", "delta") and CUDA:
+        raise ValueError(why)
+    return GPT(config, kernel=kernel).to(DEVICE, param_dtype if CUDA else torch.float32)
+
+
+def step(scale, method, batch, param_dtype, B=None):
+    """{"tokens_per_second", "ms", "peak_gb", "mfu", "batch"} of training at one scale; None where not even the paper's batch fits."""
+    T, paper_batch = SCALES[scale][5:7]
     if batch == "fill" and B is None:
         return fill(scale, method, param_dtype)
     B = B or paper_batch
-    residual = method.removesuffix("-torch")
-    config = GPTConfig(block_size=T, vocab_size=VOCAB.get(scale, 151936), n_layer=layers, n_embd=D, n_head=heads, n_kv_head=kv, ffn_dim=ffn, residual=residual,
-                       route_heads=1 if residual == "attnres" else min(8, D // 16))
-    kernel, why = choose_kernel("torch" if method.endswith("-torch") else "auto", config, torch.device(DEVICE), DTYPE)
-    if kernel == "torch" and method in ("mhar", "attnres") and CUDA:
-        raise ValueError(why)
-    model = GPT(config, kernel=kernel).to(DEVICE, param_dtype if CUDA else torch.float32)
+    model = build(scale, method, T, param_dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     forward = torch.compile(model, fullgraph=True, dynamic=False) if CUDA else model
-    idx, targets = (torch.randint(0, config.vocab_size, (B, T), device=DEVICE) for _ in range(2))
+    idx, targets = (torch.randint(0, model.config.vocab_size, (B, T), device=DEVICE) for _ in range(2))
     autocast = torch.autocast(DEVICE, DTYPE, enabled=CUDA and param_dtype == torch.float32)
 
     def forward_backward():
@@ -437,7 +450,8 @@ def step(scale, method, batch, B=None, param_dtype=torch.bfloat16):
     speed = B * T / ms * 1e3
     if not math.isfinite(loss.item()):
         raise FloatingPointError(f"{method} at {scale}: the loss is {loss.item()}")
-    return dict(ms=ms, tokens_per_second=speed, without_graph=B * T / launched * 1e3 if launched else None, batch=B, peak_gb=torch.cuda.max_memory_allocated() / 1e9 if CUDA else None, mfu=speed * model.flops_per_token(T) / peak if peak else None)
+    return dict(ms=ms, tokens_per_second=speed, without_graph=B * T / launched * 1e3 if launched else None, batch=B,
+                peak_gb=torch.cuda.max_memory_allocated() / 1e9 if CUDA else None, mfu=speed * model.flops_per_token(T) / peak if peak else None)
 
 
 def fill(scale, method, param_dtype):
@@ -446,7 +460,7 @@ def fill(scale, method, param_dtype):
     while True:
         say(f"  {B} sequences ...")
         try:
-            result = step(scale, method, "fill", B, param_dtype)
+            result = step(scale, method, "fill", param_dtype, B)
         except torch.cuda.OutOfMemoryError:
             return best
         finally:
@@ -457,6 +471,29 @@ def fill(scale, method, param_dtype):
         if best is not None and result["tokens_per_second"] < 1.01 * best["tokens_per_second"] or not CUDA:
             return max(filter(None, (best, result)), key=lambda r: r["tokens_per_second"])
         best, B = result, 2 * B
+
+
+def decode(scale, method, warm=4, windows=5, size=12):
+    """{"1 x 16": milliseconds per step of generation at batch 1 from 16 tokens of context, ...}"""
+    new, ms = warm + windows * size, {}
+    model = build(scale, method, max(DECODE_CONTEXTS) + new, DTYPE).eval().requires_grad_(False)
+    n_ids = model.config.vocab_size
+    for B in DECODE_BATCHES:
+        for context in DECODE_CONTEXTS:
+            tokens, times = generate(model, torch.randint(0, n_ids, (B, context), device=DEVICE), new, n_ids, temperature=0), []
+            for _ in range(warm):  # the prompt, and the recording of the graph
+                next(tokens)
+            for _ in range(windows):
+                if CUDA:
+                    torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(size):
+                    next(tokens)
+                if CUDA:
+                    torch.cuda.synchronize()
+                times.append((time.perf_counter() - start) * 1e3 / size)
+            ms[f"{B} x {context}"] = statistics.median(times)
+    return ms
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -502,23 +539,51 @@ def report(results):
             rows.append([method, f"{x['tokens_per_second']:,.0f}", f"{x['ms']:.2f}", ratio("tokens_per_second"), f"{x['peak_gb']:.2f}" if x["peak_gb"] else "", ratio("peak_gb"),
                          f"{x['mfu']:.3f}" if x["mfu"] else "n/a", f"{x['without_graph']:,.0f}" if x["without_graph"] else "", x["batch"], *paper])
         table(f"Training step, {scale}, {'the paper' + chr(39) + 's batch' if batch == 'paper' else 'the batch that fills the GPU'}, {precision} parameters   [Table 4]", rows)
+    for key in sorted(k for k in results if k.startswith("decode ")):
+        r, short, long = results[key], *DECODE_CONTEXTS
+        rows = [["", "batch", f"ms per step after {short}", f"after {long:,}", "growth", f"tokens/s after {short}", f"after {long:,}", f"vs baseline after {short}", f"after {long:,}"]]
+        for B in DECODE_BATCHES:
+            for method in [m for m in DECODE_METHODS if m in r]:
+                if "note" in r[method]:
+                    rows.append([method, B, r[method]["note"], *[""] * 6])
+                    continue
+                a, b = (r[method][f"{B} x {context}"] for context in DECODE_CONTEXTS)
+                versus = [f"{base / x:.3f}" if (base := r.get("baseline", {}).get(f"{B} x {context}")) else "" for x, context in zip((a, b), DECODE_CONTEXTS)]
+                rows.append([method, B, f"{a:.3f}", f"{b:.3f}", f"{b / a - 1:+.1%}", f"{B / a * 1e3:,.0f}", f"{B / b * 1e3:,.0f}", *versus])
+        table(f"Generation, {key.split()[1]}, {'bf16' if CUDA else 'fp32'}: a step makes one token of each sequence of the batch", rows)
+
+
+def attempt(measure, *args):
+    """What measure returns, or a note; the GPU is left empty."""
+    try:
+        return measure(*args) or dict(note="out of memory")
+    except torch.cuda.OutOfMemoryError:
+        return dict(note="out of memory")
+    finally:
+        gc.collect()
+        if CUDA:
+            torch.cuda.empty_cache()
+            torch._dynamo.reset()
 
 
 def main():
     parser = Parser(description=__doc__)
-    parser.add_argument("--part", default="routing,step", help="routing, step, or both (default)")
-    parser.add_argument("--scale", default="100M,350M,1B,8B" if CUDA else "toy", help=f"comma list of {', '.join(SCALES)}; 8B is delta routing, without its training step")
-    parser.add_argument("--method", help=f"comma list; routing: {', '.join(ROUTING_METHODS)}; step: {', '.join(STEP_METHODS)}")
+    parser.add_argument("--part", default="routing,step,decode", help="comma list of routing, step and decode (default: all)")
+    parser.add_argument("--scale", default="100M,350M,1B,8B" if CUDA else "toy", help=f"comma list of {', '.join(SCALES)}; 8B is delta routing, alone")
+    parser.add_argument("--method", help="comma list; " + "; ".join(f"{part}: {', '.join(methods)}" for part, methods in METHODS.items()))
     parser.add_argument("--batch", default="paper", choices=["paper", "fill"], help="paper: its tokens per GPU; fill: the training step's tokens for routing, the fastest batch that fits for steps")
     parser.add_argument("--param_dtype", default="bfloat16", choices=["bfloat16", "float32"], help="float32: master weights with bf16 autocast, train.py's default")
     parser.add_argument("--out", default="out/bench.json", help="results are merged into this file")
     args = parser.parse_args()
-    for name, allowed in (("part", ["routing", "step"]), ("scale", list(SCALES)), ("method", ROUTING_METHODS + STEP_METHODS)):
+    for name, allowed in (("part", list(METHODS)), ("scale", list(SCALES)), ("method", list(dict.fromkeys(sum(METHODS.values(), []))))):
         for word in getattr(args, name).split(",") if getattr(args, name) is not None else []:
             if word not in allowed:
                 raise UserError(f"--{name}={word} is not known: choose among {', '.join(allowed)}")
-    if args.method and not set(args.method.split(",")) & set((ROUTING_METHODS if "routing" in args.part else []) + (STEP_METHODS if "step" in args.part else [])):
-        raise UserError(f"--method={args.method} has nothing to measure in --part={args.part}: routing has {', '.join(ROUTING_METHODS)}; step has {', '.join(STEP_METHODS)}")
+    parts = args.part.split(",")
+    absent = () if CUDA else ("torch.compile", "mhar-torch")  # not on a CPU, where mhar has the reference routing anyway
+    wanted = {part: [m for m in METHODS[part] if m not in absent and (args.method is None or m in args.method.split(","))] for part in parts}
+    if not any(wanted.values()):
+        raise UserError(f"--method={args.method} has nothing to measure in --part={args.part}: " + "; ".join(f"{part} has {', '.join(METHODS[part])}" for part in parts))
     gpu = torch.cuda.get_device_name() if CUDA else "CPU"
     where = f"{gpu}, torch {torch.__version__}, triton {triton.__version__ if triton else 'not installed'}"
     results = {"where": where}
@@ -530,9 +595,8 @@ def main():
             raise UserError(f"--out={args.out} is not a file of this script: give another name") from None
         if results.get("where") != where:
             raise UserError(f"{args.out} holds results of {results.get('where')}, this is {where}: give another --out")
-    say(where)
+    say(where + (f"; one of {torch.cuda.device_count()} GPUs is used" if torch.cuda.device_count() > 1 else ""))
     torch.set_float32_matmul_precision("high")
-    wanted = args.method.split(",") if args.method else ROUTING_METHODS + STEP_METHODS
 
     def keep(key, values):
         results.setdefault(key, {}).update(values)
@@ -542,21 +606,14 @@ def main():
         os.replace(args.out + ".new", args.out)
 
     for scale in args.scale.split(","):
-        if "routing" in args.part:
-            methods = [m for m in ROUTING_METHODS if m in wanted and (CUDA or m != "torch.compile")]
-            keep(f"routing {scale} {args.batch}", routing(scale, methods, args.batch))
-        if "step" in args.part and scale != "8B":
-            for method in [m for m in STEP_METHODS if m in wanted and (CUDA or not m.endswith("-torch"))]:
-                say(f"step {scale} {method} ...")
-                try:
-                    value = step(scale, method, args.batch, param_dtype=getattr(torch, args.param_dtype)) or dict(note="out of memory")
-                except torch.cuda.OutOfMemoryError:
-                    value = dict(note="out of memory")
-                keep(f"step {scale} {args.batch} {args.param_dtype if CUDA else 'float32'}", {method: value})
-                gc.collect()
-                if CUDA:
-                    torch.cuda.empty_cache()
-                    torch._dynamo.reset()
+        if "routing" in parts:
+            keep(f"routing {scale} {args.batch}", routing(scale, wanted["routing"], args.batch))
+        for method in wanted.get("step", []) if scale != "8B" else []:
+            say(f"step {scale} {method} ...")
+            keep(f"step {scale} {args.batch} {args.param_dtype if CUDA else 'float32'}", {method: attempt(step, scale, method, args.batch, getattr(torch, args.param_dtype))})
+        for method in wanted.get("decode", []) if scale != "8B" else []:
+            say(f"decode {scale} {method} ...")
+            keep(f"decode {scale}", {method: attempt(decode, scale, method)})
     print(where)
     report(results)
 
