@@ -657,7 +657,10 @@ def main():
         checkpointer.save(meta, model, ema, optimizer)
 
     micro_step = None
-    if compiled or graphed:  # all of it before the first step: a signal that comes later need not wait for a compiler
+    if compiled or graphed:  # before the first step: a signal that comes later need not wait for a compiler
+        began = time.perf_counter()
+        if rank == 0:
+            print(f"{'compiling  ' if compiled else 'recording  '} the training step and the evaluation ...", end=" ", flush=True)
         x, y = to_device(windows.batch(0, cfg.batch_size))
         if graphed:
             micro_step = GraphedMicroStep(forward_backward, x, y, model.parameters(), micro_steps)
@@ -665,6 +668,8 @@ def main():
             forward_backward(x, y, True)
             optimizer.zero_grad(set_to_none=True)
         evaluate(1)
+        if rank == 0:
+            print(f"{time.perf_counter() - began:.0f} s", flush=True)
 
     stop = []  # signals received; the run ends after the step at hand, with a checkpoint
     for s in (signal.SIGTERM, signal.SIGINT):
