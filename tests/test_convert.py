@@ -499,8 +499,8 @@ def test_a_disk_that_fills_up(source, tmp_path):
 SLOW = f"""import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import convert_8b
-copy_to = convert_8b.Stored.copy_to
-convert_8b.Stored.copy_to = lambda self, out: (time.sleep(0.2), print(self.name, flush=True), copy_to(self, out))[2]
+load = convert_8b.Stored.load
+convert_8b.Stored.load = lambda self: (time.sleep(0.2), print(self.name, flush=True), load(self))[2]
 convert_8b.cli(convert_8b.main)
 """
 
