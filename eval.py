@@ -20,7 +20,6 @@ import random
 import sys
 import time
 import unicodedata
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,9 +50,7 @@ FULL = ["wikitext", "lambada_openai", "hellaswag"]  # --protocol=full: Table 2's
 HUB = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test"), "lambada": ("cimec/lambada", "plain_text", "test"), "hellaswag": ("Rowan/hellaswag", "default", "validation")}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Measures and their comparison
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Measures and their comparison -----------------------------------------------------------------------------------------------------------------
 @dataclass
 class Measure:
     """A number and the items behind it: items {key: (value, weight)}, of which it is sum(value) / sum(weight) unless `value` says otherwise."""
@@ -67,8 +64,8 @@ class Measure:
         if self.value is None:
             v, w = np.array(list(self.items.values()), float).T
             self.value = v.sum() / w.sum()
-            spread = v - self.value * w  # of a ratio of sums, to first order
-            self.stderr = math.sqrt((spread**2).sum() * len(v) / (len(v) - 1)) / w.sum() if len(v) > 1 else None
+            if len(v) > 1:  # of a ratio of sums, to first order
+                self.stderr = math.sqrt(((v - self.value * w) ** 2).sum() * len(v) / (len(v) - 1)) / w.sum()
 
 
 def mcnemar(only_a, only_b):
@@ -80,35 +77,30 @@ def mcnemar(only_a, only_b):
 def bootstrap(difference, weight, seed, draws=10_000):
     """95% interval of sum(difference) / sum(weight), both [items], when the items are drawn anew with replacement."""
     rng, n = np.random.default_rng(seed), len(weight)
-    means = []
-    for _ in range(draws):
-        drawn = rng.integers(0, n, n)
-        means.append(difference[drawn].sum() / weight[drawn].sum())
-    return np.quantile(means, [0.025, 0.975]).tolist()
+    drawn = (rng.integers(0, n, n) for _ in range(draws))
+    return np.quantile([difference[d].sum() / weight[d].sum() for d in drawn], [0.025, 0.975]).tolist()
 
 
 def compare(a, b, seed):
     """The paired comparison of Measure b with Measure a: a dict that ends in words."""
     va, vb = (np.array([m.items[key][0] for key in a.items], float) for m in (a, b))
-    weight = np.array([w for _, w in a.items.values()], float)
-    found = {"items": len(va), "difference": b.value - a.value}
+    n, weight = len(va), np.array([w for _, w in a.items.values()], float)
+    found = {"items": n, "difference": b.value - a.value}
     if set(va) | set(vb) <= {0.0, 1.0} and set(weight) == {1.0}:
         only_a, only_b = int((va > vb).sum()), int((vb > va).sum())
         p = mcnemar(only_a, only_b)
-        return found | {"test": "McNemar, exact", "only_first": only_a, "only_this": only_b, "p": p,
-                        "words": f"{only_b} of {len(va)} right here alone, {only_a} there alone: p = {p:.2g} (McNemar, exact)"}  # fmt: skip
+        words = f"{only_b} of {n} right here alone, {only_a} there alone: p = {p:.2g} (McNemar, exact)"
+        return found | {"test": "McNemar, exact", "only_first": only_a, "only_this": only_b, "p": p, "words": words}
     mean, (low, high) = (vb - va).sum() / weight.sum(), bootstrap(vb - va, weight, seed)
-    return found | {"test": "paired bootstrap", "mean_difference": mean, "low": low, "high": high, "seed": seed,
-                    "words": f"{mean:+.4f} {a.unit}, 95% interval {low:+.4f} to {high:+.4f} (paired bootstrap over {len(va)} items)"}  # fmt: skip
+    words = f"{mean:+.4f} {a.unit}, 95% interval {low:+.4f} to {high:+.4f} (paired bootstrap over {n} items)"
+    return found | {"test": "paired bootstrap", "mean_difference": mean, "low": low, "high": high, "seed": seed, "words": words}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Tokenizers: prepare_data.py's, or the tokenizer.json of an imported model
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Tokenizers: prepare_data.py's, or the tokenizer.json of an imported model ---------------------------------------------------------------------
 @dataclass
 class Text:
-    """A tokenizer and what stands before a text. plain(text) -> list of ids; decode(ids) -> text; ids from n_ids on are padding rows of the model;
-    bos is None where there is none. prefix stands before an empty context and before a whole text, with add_bos before every prompt, too."""
+    """A tokenizer and what stands before a text. plain(text) -> list of ids; decode(ids) -> text; ids from n_ids on are padding rows of the
+    model; bos is None where the tokenizer has none. prefix stands before an empty context and a whole text; if it is bos, before every prompt."""
 
     name: str
     plain: Callable
@@ -117,19 +109,18 @@ class Text:
     bos: int | None
     eot: int
     prefix: int | None = None
-    add_bos: bool = False
 
     def encode(self, text, bos=None):
-        """Ids, after the prefix if bos (None: as add_bos says)."""
+        """Ids, with bos before them or not; None: as a prompt has it."""
         ids = self.plain(text)
-        return [self.prefix, *ids] if (self.add_bos if bos is None else bos) and ids[:1] != [self.prefix] else ids
+        return [self.prefix, *ids] if (self.prefix == self.bos if bos is None else bos) and ids[:1] != [self.prefix] else ids
 
 
 def load_text(path, meta, args):
-    """The Text of a checkpoint: what --tokenizer says, or its meta.json, or else the tokenizer.json that it was imported with. Its prefix is bos
-    for an imported model whose tokenizer has one, as it was trained; else eot, which stood before every document when it was trained here."""
+    """The Text of a checkpoint: what --tokenizer says, or its meta.json, or else the tokenizer.json it was imported with. Its prefix is bos for an
+    imported model whose tokenizer has one, as it was trained; else eot, which stood before every document when it was trained here."""
     origin = meta.get("origin") or {}
-    beside = Path(origin.get("source", "/nowhere"), "tokenizer.json")
+    config, beside = origin.get("config") or {}, Path(origin.get("source", "/nowhere"), "tokenizer.json")
     name = args.tokenizer or meta["data"]["tokenizer"] or (str(beside) if beside.is_file() else None)
     if name is None:
         raise UserError(f"{path} names no tokenizer: give --tokenizer= one of bytes, {', '.join(TOKENIZERS)}, or the path of its tokenizer.json")
@@ -137,18 +128,18 @@ def load_text(path, meta, args):
         t = load_tokenizer(name)
         plain = lambda text: t.encode(unicodedata.normalize("NFC", text) if t.nfc else text).tolist()
         text = Text(name, plain, t.decode, t.n_ids, t.n_text if name == "llama3" else None, t.eot)
-        if meta["data"]["dataset"] is None and isinstance(eos := (origin.get("config") or {}).get("eos_token_id"), int):
-            text.eot = eos  # as imported; once trained here, it is what its data has between documents
+        if meta["data"]["dataset"] is None and isinstance(config.get("eos_token_id"), int):
+            text.eot = config["eos_token_id"]  # as imported; once trained here, it is what its data has between documents
     else:
-        text = load_tokenizer_json(Path(name), origin.get("config") or {})
+        text = load_tokenizer_json(Path(name), config)
     if text.n_ids > meta["model_config"]["vocab_size"]:
         raise UserError(f"the tokenizer {name} has {text.n_ids:,} ids, {path} only {meta['model_config']['vocab_size']:,} rows: give --tokenizer= the one it was trained with")
-    which = args.prefix_token if args.prefix_token != "auto" else "bos" if origin and text.bos is not None else "eot"
-    prefix = {"bos": text.bos, "eot": text.eot}.get(which, which)
+    auto = text.bos if origin and text.bos is not None else text.eot
+    prefix = {"auto": auto, "bos": text.bos, "eot": text.eot}.get(args.prefix_token, args.prefix_token)
     if not str(prefix).isdigit() or int(prefix) >= text.n_ids:
         has = "" if text.bos is not None else f"; the tokenizer {name} puts no bos before a text"
         raise UserError(f"--prefix_token={args.prefix_token} is none of auto, bos, eot and the ids 0 to {text.n_ids - 1}{has}")
-    text.prefix, text.add_bos = int(prefix), which == "bos" if args.add_bos == "auto" else args.add_bos == "true"
+    text.prefix = int(prefix)
     return text
 
 
@@ -172,8 +163,8 @@ def load_tokenizer_json(path, config):
     eot = t.token_to_id(eos) if isinstance(eos, str) else eos
     if eot is None:
         raise UserError(f"{path} does not say what ends a text: put a tokenizer_config.json with its eos_token beside it")
-    plain, with_bos = lambda text: t.encode(text, add_special_tokens=False).ids, t.encode("a").ids
-    bos = with_bos[0] if with_bos[1:] == plain("a") else None  # what the tokenizer itself puts before a text
+    plain, whole = lambda text: t.encode(text, add_special_tokens=False).ids, t.encode("a").ids
+    bos = whole[0] if whole[1:] == plain("a") else None  # what the tokenizer itself puts before a text
     return Text(str(path), plain, lambda ids: t.decode(ids, skip_special_tokens=True), t.get_vocab_size(), bos, eot)
 
 
@@ -191,9 +182,7 @@ def token_bytes(tokenizer):
     return lengths
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# A checkpoint that scores and generates
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- A checkpoint that scores and generates --------------------------------------------------------------------------------------------------------
 class LeftPadded(KVCache):
     """A KVCache for prompts of several lengths, aligned at their ends: row b begins at start[b] ([B] int64). Rotary embeddings see
     differences of positions only, so that a row does not notice where it begins."""
@@ -212,9 +201,9 @@ class LeftPadded(KVCache):
 
 def answer_head(n_ids, x, weight, targets, z_loss):
     """In place of the model's loss: log-probabilities of single ids among the n_ids that mean something, fp32, and whether each is the
-    likeliest. targets: (rows, positions, ids), int64 [N] each -> two [N]. Logits are made for these positions alone, 2,048 at a time."""
+    likeliest. targets: int64 [3, N], rows, positions and ids -> two [N]. Logits are made for these positions alone, 2,048 at a time."""
     logp, greedy = [], []
-    for row, position, id in zip(*(t.split(2048) for t in targets)):
+    for row, position, id in (part.unbind() for part in targets.split(2048, 1)):
         logits = F.linear(x[row, position], weight[:n_ids]).float()
         logp.append(logits.gather(1, id[:, None])[:, 0] - logits.logsumexp(-1))
         greedy.append(logits.argmax(-1) == id)
@@ -231,46 +220,37 @@ class Checkpoint:
         self.model, self.meta = load_model(path, self.device, weights=args.weights)
         self.dtype = getattr(torch, args.dtype or ("bfloat16" if self.device.type == "cuda" else "float32"))
         for module in self.model.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
+            if self.dtype == torch.float32 or isinstance(module, (nn.Linear, nn.Embedding)):
                 module.to(self.dtype)
-        if self.dtype == torch.float32:
-            self.model.float()
-        mixed = any(p.dtype != self.dtype for p in self.model.parameters())
-        self.autocast = partial(torch.autocast, self.device.type, self.dtype) if mixed else nullcontext
+        self.autocast = partial(torch.autocast, self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
         self.model.residual.kernel = choose_kernel("auto", self.model.config, self.device, self.dtype)[0]
         self.block_size, self.cut, self.shortened, self.first_ids = context_of(self.meta, args), 0, 0, None
 
     @torch.no_grad()
     def score(self, pairs, what, n_ids=None):
         """[(log-probabilities of the answer's tokens, fp32 [n], whether it is what greedy decoding would say)] of pairs of lists of ids
-        (context, answer). Pairs that give the model the same input share a pass. What does not fit into block_size is cut off at the
-        left and counted in self.cut; UserError where an answer alone does not fit."""
-        asked = {}
+        (context, answer); an empty context is the prefix. Pairs that give the model the same input share a pass. What does not fit into
+        block_size is cut off at the left and counted in self.cut; UserError where an answer alone does not fit."""
+        asked = {}  # input: [(which pair, answer)]
         for i, (context, answer) in enumerate(pairs):
             if len(answer) > self.block_size:
                 raise UserError(f"{what}: an answer of {len(answer)} tokens does not fit into the context of {self.block_size}; leave this task out")
-            ids = [*context, *answer]
+            ids = [*(context or [self.text.prefix]), *answer]
+            self.first_ids = self.first_ids or ids[:5]
             self.cut += len(ids) > self.block_size + 1
             asked.setdefault(tuple(ids[-self.block_size - 1 : -1]), []).append((i, answer))
         order, scored = sorted(asked, key=len, reverse=True), [None] * len(pairs)
-        self.first_ids = self.first_ids or list(pairs[0][0][:5])
         self.model.loss_head = partial(answer_head, n_ids or self.text.n_ids)
         with progress(len(order), what, "inputs") as bar:
             for first in range(0, len(order), self.batch_size):
                 batch = order[first : first + self.batch_size]
-                idx = torch.zeros(len(batch), max(1, len(batch[0])), dtype=torch.int64)
-                places, where = [], []
-                for row, ids in enumerate(batch):
-                    idx[row, : len(ids)] = torch.tensor(ids)
-                    for i, answer in asked[ids]:
-                        n = len(answer)
-                        places.append(np.stack([np.full(n, row), np.arange(len(ids) - n, len(ids)), np.array(answer, np.int64)]))
-                        where.append(i)
-                targets = torch.from_numpy(np.concatenate(places, 1)).to(self.device)
+                idx = torch.tensor([ids + (0,) * (len(batch[0]) - len(ids)) for ids in batch], device=self.device)
+                which, rows, inputs, answers = zip(*((i, row, ids, answer) for row, ids in enumerate(batch) for i, answer in asked[ids]))
+                places = [(row, len(ids) - len(answer) + j, id) for row, ids, answer in zip(rows, inputs, answers) for j, id in enumerate(answer)]
                 with self.autocast():
-                    logp, greedy = self.model(idx.to(self.device), tuple(targets))
-                sizes = [place.shape[1] for place in places]
-                for i, p, g in zip(where, logp.cpu().split(sizes), greedy.cpu().split(sizes)):
+                    logp, greedy = self.model(idx, torch.tensor(places, device=self.device).T)
+                sizes = [len(answer) for answer in answers]
+                for i, p, g in zip(which, logp.cpu().split(sizes), greedy.cpu().split(sizes)):
                     scored[i] = p.numpy(), bool(g.all())
                 bar.update(len(batch))
         return scored
@@ -279,7 +259,7 @@ class Checkpoint:
     def generate(self, prompts, stops, new, *how, generator=None):
         """Texts that go on from prompts (lists of ids), at most `new` tokens long, ending before the first of the stop strings or at the end
         of text. how: temperature, top_k, top_p of sample.choose. Prompt and `new` together fit into block_size."""
-        longest, tail = max(map(len, prompts)), max([len(s.encode()) for s in stops], default=0) + 4  # a token is a byte or more
+        longest, tail = max(map(len, prompts)), 4 + max([len(s.encode()) for s in stops], default=0)  # a token is a byte or more
         start = torch.tensor([longest - len(p) for p in prompts])
         idx = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=self.device)
         cache, step = LeftPadded(self.model.config, start, longest + new, self.device, self.dtype), None
@@ -301,16 +281,12 @@ class Checkpoint:
                 if step is None:
                     step = recorded(self.model, token, cache) if self.device.type == "cuda" else lambda token: self.model(token[:, None], cache=cache)[:, -1]
                 logits = step(token)
-        return [cut(self.text.decode(ids), stops) for ids in texts]
+        texts = [self.text.decode(ids) for ids in texts]
+        return [text[: min([text.find(s) for s in stops if s in text], default=len(text))] for text in texts]
 
 
 def progress(total, what, unit):
     return tqdm(total=total, desc=what, unit=unit, dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30)
-
-
-def cut(text, stops):
-    """The text before the first of the stop strings."""
-    return text[: min([text.find(s) for s in stops if s in text], default=len(text))]
 
 
 def context_of(meta, args):
@@ -320,54 +296,43 @@ def context_of(meta, args):
     return args.block_size or own
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# (a) Held-out loss
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- (a) Held-out loss -----------------------------------------------------------------------------------------------------------------------------
 def held_out(ckpt, val, windows, limit):
     """{measure: Measure} on a val.bin. windows: how many of train.py's fixed windows, or "all" of them; or "documents", each read from its
     beginning after the eot before it, a long one in windows of the context. Loss counts every token, bits per byte those that spell text."""
     name, eot, T = val.header["tokenizer"], val.header["eot"], ckpt.block_size
     if windows == "documents":
-        ends = np.flatnonzero(val.tokens == eot)[:limit]
-        pairs = []  # (document, its part after what came before)
+        pairs, ends = [], np.flatnonzero(val.tokens == eot)[:limit]  # (document, its part after what came before)
         for d, (begin, end) in enumerate(zip([-1, *ends], ends)):
             ids = [eot, *val.tokens[begin + 1 : end + 1].tolist()]
             pairs += [(d, ids[i : i + T + 1]) for i in range(0, len(ids) - 1, T)]
     else:
         reader = ValWindows(val, T, sys.maxsize if windows == "all" else int(windows))
         pairs = [(i, reader.batch([i])[0].tolist()) for i in range(reader.n)][:limit]
-    scored = ckpt.score([(ids[:1], ids[1:]) for _, ids in pairs], "held out", load_tokenizer(name).n_ids)
-    length, numbers = token_bytes(name), []
+    scored, size, sums = ckpt.score([(ids[:1], ids[1:]) for _, ids in pairs], "held out", load_tokenizer(name).n_ids), token_bytes(name), []
     for (_, ids), (logp, _) in zip(pairs, scored):
-        size = length[ids[1:]]
-        numbers.append((-logp.sum(dtype=float), len(logp), -logp[size > 0].sum(dtype=float) / math.log(2), size.sum()))
-    nats, tokens, bits, size = (np.bincount([key for key, _ in pairs], column).tolist() for column in zip(*numbers))  # of a window or document
-    loss, bits = Measure(dict(enumerate(zip(nats, tokens))), unit="nats per token"), Measure(dict(enumerate(zip(bits, size))), unit="bits per byte")
+        spelt = size[ids[1:]]
+        sums.append((-logp.sum(dtype=float), len(logp), -logp[spelt > 0].sum(dtype=float) / math.log(2), spelt.sum()))
+    nats, tokens, bits, bytes_ = (np.bincount([key for key, _ in pairs], column).tolist() for column in zip(*sums))  # of a window or document
+    loss, bits = Measure(dict(enumerate(zip(nats, tokens))), unit="nats per token"), Measure(dict(enumerate(zip(bits, bytes_))), unit="bits per byte")
     return {"loss": loss, "perplexity": Measure({}, math.exp(loss.value)), "bits per byte": bits}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# (b) The protocol behind the paper's Table 2: samples of the tasks, scored as the authors' script does
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- (b) The protocol behind the paper's Table 2: samples of the tasks, scored as the authors' script does -----------------------------------------
 def protocol_data(folder):
-    """{"wikitext", "lambada": lists of texts, "hellaswag": list of {ctx, endings, label}} from a folder's jsonl or parquet files of these
-    names, or from the hub."""
+    """{"wikitext", "lambada", "hellaswag": lists of rows} from a folder's jsonl or parquet files of these names, or from the hub."""
     from datasets import load_dataset
 
     rows = {}
     for name, (hub, config, split) in HUB.items():
-        files = [p for kind in ("jsonl", "parquet") if folder and (p := Path(folder) / f"{name}.{kind}").is_file()]
-        if folder and not files:
+        file = next((p for p in (Path(folder or "", f"{name}.jsonl"), Path(folder or "", f"{name}.parquet")) if p.is_file()), None)
+        if folder and file is None:
             raise UserError(f"--protocol_data={folder} has no {name}.jsonl or {name}.parquet: put it there, or leave the flag away to take all from the hub")
         try:
-            if files:
-                found = load_dataset("json" if files[0].suffix == ".jsonl" else "parquet", data_files=str(files[0]), split="train")
-            else:
-                found = load_dataset(hub, config, split=split)
-            rows[name] = list(found) if name == "hellaswag" else [row["text"] for row in found]
+            found = load_dataset("parquet" if file.suffix == ".parquet" else "json", data_files=str(file), split="train") if folder else load_dataset(hub, config, split=split)
+            rows[name] = found.select_columns(["ctx", "endings", "label"] if name == "hellaswag" else ["text"]).to_list()
         except Exception as error:  # no network, a damaged file, another column: one remedy
-            where = files[0] if files else f"{hub} on the hub"
-            raise UserError(f"{name} cannot be read from {where} ({first_line(error)}): give --protocol_data= a folder with wikitext, lambada and hellaswag as .jsonl or .parquet") from error
+            raise UserError(f"{name} cannot be read from {file if folder else hub} ({first_line(error)}): give --protocol_data= a folder with wikitext, lambada and hellaswag as .jsonl or .parquet") from error
     return rows
 
 
@@ -376,31 +341,27 @@ def paper_protocol(ckpt, rows, limit):
     predicted), no overlap. LAMBADA: first 500; right if the first token of the last word is the likeliest. HellaSwag: first 200; the ending
     with the highest mean log-probability per token, at most 512 tokens in all."""
     T, most = ckpt.block_size, lambda n: min(n, limit or n)
-    ids = ckpt.text.encode("\n\n".join(rows["wikitext"]), bos=False)
+    ids = ckpt.text.encode("\n\n".join(row["text"] for row in rows["wikitext"]), bos=False)
     windows = [ids[i : i + T] for i in range(0, len(ids), T)][: most(200)]
     scored = ckpt.score([(w[:1], w[1:]) for w in windows if len(w) > 1], "paper protocol: WikiText-2")
     wikitext = Measure({i: (-logp.sum(dtype=float), len(logp)) for i, (logp, _) in enumerate(scored)}, unit="nats per token")
 
     pairs = []
-    for text in rows["lambada"][: most(500)]:
-        context, _, word = text.strip().rpartition(" ")
+    for row in rows["lambada"][: most(500)]:
+        context, _, word = row["text"].strip().rpartition(" ")
         pairs.append((ckpt.text.encode(context), ckpt.text.encode(f" {word}", bos=False)[:1]))
     lambada = Measure({i: (float(right), 1) for i, (_, right) in enumerate(ckpt.score(pairs, "paper protocol: LAMBADA"))})
 
-    pairs, items = [], rows["hellaswag"][: most(200)]
-    for item in items:
-        for ending in item["endings"]:
-            context, answer = ckpt.text.encode(item["ctx"]), ckpt.text.encode(f" {ending}", bos=False)
-            pairs.append((context[-max(1, 512 - len(answer)) :], answer))
-    means = iter([logp.mean() for logp, _ in ckpt.score(pairs, "paper protocol: HellaSwag")])
-    chosen = [int(np.argmax([next(means) for _ in item["endings"]])) for item in items]
-    hellaswag = Measure({i: (float(c == int(item["label"])), 1) for i, (c, item) in enumerate(zip(chosen, items))})
+    items = rows["hellaswag"][: most(200)]
+    pairs = [(ckpt.text.encode(item["ctx"]), ckpt.text.encode(f" {ending}", bos=False)) for item in items for ending in item["endings"]]
+    scored = ckpt.score([(context[-max(1, 512 - len(answer)) :], answer) for context, answer in pairs], "paper protocol: HellaSwag")
+    means = iter([logp.mean() for logp, _ in scored])
+    right = [np.argmax([next(means) for _ in item["endings"]]) == int(item["label"]) for item in items]
+    hellaswag = Measure({i: (float(r), 1) for i, r in enumerate(right)})
     return {"WikiText-2 loss": wikitext, "WikiText-2 perplexity": Measure({}, math.exp(wikitext.value)), "LAMBADA accuracy": lambada, "HellaSwag accuracy": hellaswag}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# (c) lm-evaluation-harness
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- (c) lm-evaluation-harness ---------------------------------------------------------------------------------------------------------------------
 class Harness(TemplateLM):
     """A Checkpoint as the harness wants it."""
 
@@ -408,13 +369,8 @@ class Harness(TemplateLM):
         super().__init__()
         self.ckpt = ckpt
 
-    @property
-    def eot_token_id(self):
-        return self.ckpt.text.eot
-
-    @property
-    def prefix_token_id(self):
-        return self.ckpt.text.prefix
+    eot_token_id = property(lambda self: self.ckpt.text.eot)
+    prefix_token_id = property(lambda self: self.ckpt.text.prefix)
 
     def tok_encode(self, string, add_special_tokens=None, **_):
         return self.ckpt.text.encode(string, add_special_tokens)
@@ -428,19 +384,16 @@ class Harness(TemplateLM):
         pairs, owner = [], []
         for i, request in enumerate(requests):
             ids = self.ckpt.text.encode(request.args[0], bos=False)
-            windows = get_rolling_token_windows(ids, self.ckpt.text.prefix, self.ckpt.block_size, 1)
-            pairs += map(make_disjoint_window, windows)
+            pairs += map(make_disjoint_window, get_rolling_token_windows(ids, self.ckpt.text.prefix, self.ckpt.block_size, 1))
             owner += [i] * (len(pairs) - len(owner))
-        sums = [0.0] * len(requests)
-        for i, (logp, _) in zip(owner, self.ckpt.score(pairs, "whole texts") if pairs else []):
-            sums[i] += float(logp.sum(dtype=float))
-        return sums
+        sums = [float(logp.sum(dtype=float)) for logp, _ in self.ckpt.score(pairs, "whole texts")]
+        return np.bincount(np.array(owner, int), sums, len(requests)).tolist()
 
     def generate_until(self, requests, disable_tqdm=False):
         from lm_eval.models.utils import normalize_gen_kwargs
 
         ckpt, T = self.ckpt, self.ckpt.block_size
-        asked, texts = {}, [None] * len(requests)  # by how to generate: [(request, prompt)]
+        asked, texts = {}, [None] * len(requests)  # (what Checkpoint.generate takes): [(request, prompt)]
         for i, (context, how) in enumerate(request.args for request in requests):
             how = dict(normalize_gen_kwargs(how))
             if other := how.keys() - {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}:
@@ -448,17 +401,17 @@ class Harness(TemplateLM):
             new = min(how["max_gen_toks"], T // 2)
             ckpt.shortened += new < how["max_gen_toks"]
             prompt = ckpt.text.encode(context) or [ckpt.text.prefix]
-            ckpt.cut += len(prompt) > T - new
-            sampled = (how["temperature"] or 1.0, how.get("top_k", 0), how.get("top_p", 1.0)) if how["do_sample"] else (0, 0, 1.0)
-            asked.setdefault((tuple(how["until"]), new, sampled), []).append((i, prompt[new - T :]))
             ckpt.first_ids = ckpt.first_ids or prompt[:5]
+            ckpt.cut += len(prompt) > T - new
+            temperature = (how.get("temperature") or 1.0) if how["do_sample"] else 0
+            asked.setdefault((tuple(filter(None, how["until"])), new, temperature, how.get("top_k", 0), how.get("top_p", 1.0)), []).append((i, prompt[new - T :]))
         generator = torch.Generator(ckpt.device).manual_seed(0)
         with progress(len(requests), "generation", "texts") as bar:
-            for (stops, new, sampled), group in asked.items():
+            for how, group in asked.items():
                 group.sort(key=lambda one: -len(one[1]))
                 for first in range(0, len(group), ckpt.batch_size):
                     where, prompts = zip(*group[first : first + ckpt.batch_size])
-                    for i, text in zip(where, ckpt.generate(prompts, [s for s in stops if s], new, *sampled, generator=generator)):
+                    for i, text in zip(where, ckpt.generate(prompts, *how, generator=generator)):
                         texts[i] = text
                     bar.update(len(where))
         return texts
@@ -470,6 +423,11 @@ def load_tasks(names, args):
         raise UserError("lm-evaluation-harness is not installed: pip install lm-eval math-verify antlr4-python3-runtime==4.11.0")
     from lm_eval.tasks import TaskManager
 
+    def consent(task, unsafe):
+        if unsafe and not args.run_code:
+            raise UserError(f"{task} runs code that the model wrote, on this machine and with your rights: if you want that, in a container say, add --run_code")
+
+    os.environ |= {"HF_ALLOW_CODE_EVAL": "1"} if args.run_code else {}
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if args.include_path and not Path(args.include_path).is_dir():
         raise UserError(f"--include_path={args.include_path} is no folder: give one with task files (.yaml)")
@@ -479,20 +437,16 @@ def load_tasks(names, args):
     if unknown := [name for name in names if name not in manager.all_tasks]:
         near = difflib.get_close_matches(unknown[0], manager.all_tasks, 3, 0.5)
         raise UserError(f"--tasks={unknown[0]}: no such task; " + (f"did you mean {', '.join(near)}?" if near else "lm-eval ls tasks lists them"))
-    if args.run_code:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
-    consent = "runs code that the model wrote, on this machine and with your rights: if you want that, in a container say, add --run_code"
-    if not args.run_code and (unsafe := [name for name in names if (manager.task_index[name].cfg or {}).get("unsafe_code")]):
-        raise UserError(f"{unsafe[0]} {consent}")
     tasks = {}
     for name in names:
+        consent(name, (manager.task_index[name].cfg or {}).get("unsafe_code"))  # before its data is fetched
         random.seed(0)  # as the harness does: gpqa shuffles its answers while it is loaded
         try:
             found = manager.load([name])
         except Exception as error:  # no network, gated data, a package or a file that is missing: whatever the task needs
             raise UserError(f"{name} cannot be loaded ({type(error).__name__}: {first_line(error)[:300]}): see to that, or give files of your own with --include_path=") from error
-        if not args.run_code and (unsafe := [task for task in found["tasks"] if getattr(found["tasks"][task], "UNSAFE_CODE", False)]):
-            raise UserError(f"{unsafe[0]} {consent}")
+        for task, its in found["tasks"].items():
+            consent(task, getattr(its, "UNSAFE_CODE", False))
         tasks[name] = [found["groups"][name]] if name in found["groups"] else list(found["tasks"].values())
     return tasks
 
@@ -506,53 +460,48 @@ def run_task(ckpt, name, tasks, args):
     shots = shots if args.num_fewshot is None else args.num_fewshot
     done = simple_evaluate(Harness(ckpt), tasks=tasks, num_fewshot=shots, limit=args.limit, bootstrap_iters=1000, confirm_run_unsafe_code=args.run_code,
                            task_manager=TaskManager(include_defaults=False))  # fmt: skip
-    had = sorted(set(done["n-shot"].values()))
+    results, had = done["results"], sorted(set(done["n-shot"].values()))
     if shots is not None and had != [shots]:
         print(f"note: {name} ran with {', '.join(map(str, had))} shots, not {shots}: its own definition fixes them")
-    items, outcomes = {}, {}
+    whole = any("," in key for key in results.get(name, ()))  # else a tag, or a group without an aggregate: its tasks one by one
+    items, outcomes = {}, {}  # items by (row of results, metric)
     for task, samples in done["samples"].items():
         outcomes[task] = [{key: s[key] for key in ("doc_id", "doc_hash", "prompt_hash", "target", "filter", "filtered_resps", *s["metrics"])} for s in samples]
         for s in samples:
             for metric in s["metrics"]:
                 value, weight = s[metric] if isinstance(s[metric], (tuple, list)) and len(s[metric]) == 2 else (s[metric], 1)
                 if all(isinstance(x, (int, float, np.number)) for x in (value, weight)):  # others make sense in the aggregate alone
-                    items.setdefault(f"{metric},{s['filter']}", {})[task, s["doc_id"], s["prompt_hash"]] = float(value), float(weight)
-    measures, results = {}, done["results"]
-    whole = any("," in key for key in results.get(name, ()))  # else a tag, or a group without an aggregate: its tasks one by one
-    for task in [name] if whole else results:
-        for metric, value in results[task].items():
+                    items.setdefault((name if whole else task, f"{metric},{s['filter']}"), {})[task, s["doc_id"], s["prompt_hash"]] = float(value), float(weight)
+    measures = {}
+    for row in [name] if whole else results:
+        for metric, value in results[row].items():
             if "," in metric and "_stderr," not in metric:
-                error = results[task].get(metric.replace(",", "_stderr,"))
-                own = {key: item for key, item in items.get(metric, {}).items() if whole or key[0] == task}
+                error = results[row].get(metric.replace(",", "_stderr,"))
                 unit = "of log-likelihood" if any(word in metric for word in ("perplexity", "bits_per_byte")) else ""
-                title = f"{task}, {'/'.join(map(str, had))}-shot: {metric}" + " (the paper's)" * (metric == papers)
-                measures[title] = Measure(own, float(value), error if isinstance(error, float) else None, unit)
+                title = f"{row}, {'/'.join(map(str, had))}-shot: {metric}" + " (the paper's)" * (metric == papers)
+                measures[title] = Measure(items.get((row, metric), {}), float(value), error if isinstance(error, float) else None, unit)
     return measures, {"results": results, "n-shot": done["n-shot"], "versions": done["versions"], "outcomes": outcomes}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# All of it
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- All of it -------------------------------------------------------------------------------------------------------------------------------------
 def comparable(metas, args):
     """UserError unless losses per token of these checkpoints {path: meta} mean the same."""
-    (first, *others), contexts = metas, {path: context_of(meta, args) for path, meta in metas.items()}
-    for path in others:
-        a, b = (args.tokenizer or metas[p]["data"]["tokenizer"] for p in (first, path))
-        if a != b:
-            raise UserError(f"{first} and {path} differ in their tokenizer ({a}, {b}), their losses per token do not compare: evaluate them one by one")
-        if contexts[path] != contexts[first]:
-            raise UserError(f"{first} and {path} differ in their context ({contexts[first]}, {contexts[path]}): give --block_size={min(contexts.values())}")
+    known = {path: {"tokenizer": args.tokenizer or meta["data"]["tokenizer"], "context": context_of(meta, args), "dataset": args.dataset or meta["data"]["dataset"]}
+             for path, meta in metas.items()}  # fmt: skip
+    (first, a), *others = known.items()
+    remedies = {"tokenizer": "evaluate them one by one", "context": f"give --block_size={min(k['context'] for k in known.values())}", "dataset": "give --dataset= one for all"}
+    for path, b in others:
+        for what, remedy in remedies.items():
+            if a[what] != b[what] and (args.windows or what != "dataset"):
+                raise UserError(f"{first} and {path} differ in their {what} ({a[what]}, {b[what]}), their losses do not compare: {remedy}")
 
 
 def open_val(metas, args):
     """The val.bin to evaluate on: --dataset=, or the one that the checkpoints were trained on."""
-    names = {path: args.dataset or meta["data"]["dataset"] for path, meta in metas.items()}
-    (first, name), *_ = names.items()
+    first, meta = next(iter(metas.items()))
+    name = args.dataset or meta["data"]["dataset"]
     if name is None:
         raise UserError(f"{first} was imported and knows no dataset: give --dataset= a name under data/ or a folder of prepare_data.py")
-    for path in names:
-        if names[path] != name:
-            raise UserError(f"{first} and {path} differ in their dataset ({name}, {names[path]}): give --dataset= one for all")
     folder = find_dataset(name)
     val, train = (open_bin(folder / f"{split}.bin") for split in ("val", "train"))
     for path, meta in metas.items():
@@ -562,6 +511,22 @@ def open_val(metas, args):
         if meta["data"].get("sha256") not in (None, train.header["sha256"]):
             print(f"note: {path} was trained on other data than {folder}/train.bin: whether val.bin is new to it, you must know")
     return val
+
+
+def read_metas(args):
+    """{path: meta.json} of the checkpoints."""
+    metas = {}
+    for path in args.ckpts:
+        folder = find_checkpoint(path)
+        if folder is None:
+            raise UserError(f"{path} is not a checkpoint: give a folder with meta.json, or a run's folder with `latest`")
+        if args.weights == "ema" and not any(folder.glob("ema.safetensors*")):
+            raise UserError(f"{folder} has no ema.safetensors: it was trained without --ema_decay=, use --weights=raw")
+        if path in metas:
+            raise UserError(f"{path} is given twice: leave one out")
+        metas[path] = read_meta(folder)
+        context_of(metas[path], args)
+    return metas
 
 
 def arguments():
@@ -579,8 +544,7 @@ def arguments():
     parser.add_argument("--batch_size", type=int, default=16, help="sequences at a time (default 16); changes no score")
     parser.add_argument("--block_size", type=int, help="context to use, at most the model's")
     parser.add_argument("--tokenizer", help="bytes, qwen3, llama3, gpt2 or the path of a tokenizer.json; default: the checkpoint's")
-    parser.add_argument("--prefix_token", default="auto", help="what stands before an empty context or a whole text: bos, eot, or an id; auto: bos for imported models that have one, else eot")
-    parser.add_argument("--add_bos", choices=["auto", "true", "false"], default="auto", help="the prefix token before every prompt, too; auto: where it is bos")
+    parser.add_argument("--prefix_token", default="auto", help="bos, before every prompt; or eot or an id, before an empty one and a whole text; auto: bos for imported models that have one, else eot")
     parser.add_argument("--weights", choices=["raw", "ema"], default="raw", help="ema: the running average, of a run with --ema_decay=")
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap (default 0); the harness keeps its own seeds")
     parser.add_argument("--out", help="the JSON file to write, which must not exist; default: out/eval/<time>.json")
@@ -591,8 +555,6 @@ def arguments():
         raise UserError(f"--windows={args.windows} is none of a number, all and documents")
     if args.batch_size < 1 or args.limit is not None and args.limit < 1 or args.seed < 0 or (args.num_fewshot or 0) < 0:
         raise UserError("--batch_size and --limit are 1 or more, --seed and --num_fewshot 0 or more")
-    if len(set(args.ckpts)) < len(args.ckpts):
-        raise UserError(f"{max(args.ckpts, key=args.ckpts.count)} is given twice: leave one out")
     names = [name.strip() for name in args.tasks.split(",") if name.strip()] + FULL * (args.protocol == "full")
     args.tasks = list(dict.fromkeys(names))
     if not args.tasks and not args.protocol:
@@ -601,64 +563,60 @@ def arguments():
 
 
 def new_file(path):
-    """The path of a file that does not exist, in a folder that can be written to."""
+    """The path of a file that does not exist, in a folder that can be written to: found out now, not after an hour."""
     out = Path(path or f"out/eval/{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}.json")
-    if out.exists():
-        raise UserError(f"--out={out} exists already: give another name, or remove it first")
-    try:  # now, not after an hour
+    try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.touch(exist_ok=False)
         out.unlink()
     except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror}): give another --out=") from error
+        raise UserError(f"--out={out} cannot be made ({error.strerror}): give another name") from error
     return out
+
+
+def evaluate(ckpt, val, rows, tasks, args):
+    """({title: Measure}, {task: the harness's own results}) of all that was asked for."""
+    found, details = {}, {}
+    if val:
+        title = {"all": "all windows", "documents": "documents"}.get(args.windows, f"{args.windows} windows")
+        found |= {f"held out, {title}: {k}": m for k, m in held_out(ckpt, val, args.windows, args.limit).items()}
+        ckpt.first_ids = None
+    if rows:
+        found |= {f"paper's protocol: {k}": m for k, m in paper_protocol(ckpt, rows, args.limit).items()}
+    for name in tasks:
+        result, details[name] = run_task(ckpt, name, tasks[name], args)
+        found |= {f"harness, {k}": m for k, m in result.items()}
+    return found, details
 
 
 def main():
     args = arguments()
-    # What can be wrong is found out before anything is computed
-    check_device(args.device)
-    out, metas = new_file(args.out), {}
-    for path in args.ckpts:
-        folder = find_checkpoint(path)
-        if folder is None:
-            raise UserError(f"{path} is not a checkpoint: give a folder with meta.json, or a run's folder with `latest`")
-        if args.weights == "ema" and not any(folder.glob("ema.safetensors*")):
-            raise UserError(f"{folder} has no ema.safetensors: it was trained without --ema_decay=, use --weights=raw")
-        metas[path] = read_meta(folder)
-        context_of(metas[path], args)
-    texts = {path: load_text(path, meta, args) if args.tasks or args.protocol else None for path, meta in metas.items()}
-    val = open_val(metas, args) if args.windows else None
+    check_device(args.device)  # what can be wrong is found out before anything is computed
+    out, metas = new_file(args.out), read_metas(args)
     if args.windows or args.protocol:
         comparable(metas, args)
+    texts = {path: load_text(path, meta, args) if args.tasks or args.protocol else None for path, meta in metas.items()}
+    val = open_val(metas, args) if args.windows else None
     rows = protocol_data(args.protocol_data) if args.protocol == "paper" else None
     tasks = load_tasks(args.tasks, args) if args.tasks else {}
 
     report = {"command": sys.argv[1:], "torch": torch.__version__, "lm_eval": importlib.metadata.version("lm_eval") if tasks else None, "checkpoints": {}, "comparisons": []}
     measures, first = {}, args.ckpts[0]
-    for path in args.ckpts:
-        ckpt, found, details, text = Checkpoint(path, texts[path], args), {}, {}, texts[path]
-        if val:
-            title = {"all": "all windows", "documents": "documents"}.get(args.windows, f"{args.windows} windows")
-            found |= {f"held out, {title}: {k}": m for k, m in held_out(ckpt, val, args.windows, args.limit).items()}
-            ckpt.first_ids = None
-        if rows:
-            found |= {f"paper's protocol: {k}": m for k, m in paper_protocol(ckpt, rows, args.limit).items()}
-        for name in tasks:
-            result, details[name] = run_task(ckpt, name, tasks[name], args)
-            found |= {f"harness, {k}": m for k, m in result.items()}
+    for path, text in texts.items():
+        ckpt = Checkpoint(path, text, args)
+        found, details = evaluate(ckpt, val, rows, tasks, args)
+        measures[path] = found
         report["checkpoints"][path] = {
             "step": ckpt.meta["step"], "weights": args.weights, "residual": ckpt.model.config.residual, "route_heads": ckpt.model.config.route_heads,
             "device": str(ckpt.device), "dtype": str(ckpt.dtype), "kernel": ckpt.model.residual.kernel, "context": ckpt.block_size, "batch_size": ckpt.batch_size,
             "cut_at_left": ckpt.cut, "fewer_new_tokens": ckpt.shortened, "first_ids_of_request_0": ckpt.first_ids,
-            "tokenizer": text and text.name, "prefix_token": text and text.prefix, "add_bos": text and text.add_bos,
+            "tokenizer": text and text.name, "prefix_token": text and text.prefix, "prefix_before_every_prompt": text and text.prefix == text.bos,
             "measures": {k: {"value": m.value, "stderr": m.stderr, "items": len(m.items)} for k, m in found.items()}, "harness": details,
             "items": {k: [[key, *item] for key, item in m.items.items()] for k, m in found.items() if not k.startswith("harness")},
         }  # fmt: skip
         if text:
-            print(f"{path}: prefix token {text.prefix}{' before every prompt' * text.add_bos}, request 0 begins with {ckpt.first_ids}; "
+            print(f"{path}: prefix token {text.prefix}{' before every prompt' * (text.prefix == text.bos)}, request 0 begins with {ckpt.first_ids}; "
                   f"{ckpt.cut} inputs cut at the left, {ckpt.shortened} allowed fewer new tokens than their task asks for, to fit into {ckpt.block_size}")  # fmt: skip
-        measures[path] = found
         for k, m in found.items() if path != first else ():
             if m.items and m.items.keys() == measures[first][k].items.keys():
                 report["comparisons"].append({"first": first, "this": path, "measure": k} | compare(measures[first][k], m, args.seed))

@@ -60,7 +60,7 @@ def main(*argv):
 
 
 def opened(path, **flags):
-    args = SimpleNamespace(**dict(device="cpu", dtype=None, weights="raw", batch_size=3, block_size=None, tokenizer=None, prefix_token="auto", add_bos="auto") | flags)
+    args = SimpleNamespace(**dict(device="cpu", dtype=None, weights="raw", batch_size=3, block_size=None, tokenizer=None, prefix_token="auto") | flags)
     return Checkpoint(path, load_text(path, train.read_meta(Path(path)), args), args)
 
 
@@ -200,15 +200,16 @@ def test_left_padding_is_not_noticed():
 def test_what_stands_before_a_text():
     """The document separator for a model trained here; bos for an imported one whose tokenizer has it; and flags for both."""
     pytest.importorskip("llama_models")
-    flags = lambda **changed: SimpleNamespace(**dict(tokenizer=None, prefix_token="auto", add_bos="auto") | changed)
+    flags = lambda prefix="auto": SimpleNamespace(tokenizer=None, prefix_token=prefix)
     meta = {"data": {"tokenizer": "llama3", "dataset": "x"}, "model_config": {"vocab_size": 128_256}}
     here = load_text("x", meta, flags())
-    assert (here.prefix, here.add_bos, here.eot) == (128_001, False, 128_001) and here.encode("a b") == load_tokenizer("llama3").encode("a b").tolist()
+    assert (here.prefix, here.eot) == (128_001, 128_001) and here.encode("a b") == load_tokenizer("llama3").encode("a b").tolist()
     imported = meta | {"data": {"tokenizer": "llama3", "dataset": None}, "origin": {"source": "/nowhere", "config": {"eos_token_id": 128_009}}}
     there = load_text("x", imported, flags())
-    assert (there.prefix, there.add_bos, there.eot) == (128_000, True, 128_009) and there.encode("a b") == [128_000, *here.encode("a b")] and there.encode("a b", False) == here.encode("a b")
-    assert load_text("x", imported, flags(prefix_token="7", add_bos="true")).encode("a b") == [7, *here.encode("a b")]
-    assert not load_text("x", imported, flags(prefix_token="eot")).add_bos
+    assert (there.prefix, there.eot) == (128_000, 128_009) and there.encode("a b") == [128_000, *here.encode("a b")] and there.encode("a b", False) == here.encode("a b")
+    for flag, prefix, first in (("bos", 128_000, [128_000]), ("eot", 128_009, []), ("7", 7, [])):
+        text = load_text("x", imported, flags(flag))
+        assert text.prefix == prefix and text.encode("a b") == [*first, *here.encode("a b")]
 
 
 # ---- held-out loss ----------------------------------------------------------------------------------------------------
@@ -355,16 +356,19 @@ def test_the_harness_gives_what_its_hf_model_gives(llama, tmp_path):
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(task_files(tmp_path / "tasks")), include_defaults=False)
-    for add_bos, tasks in (("true", ["picks", "says"]), ("false", ["picks", "says", "rolls"])):
-        theirs = HFLM(str(llama / "hf"), device="cpu", dtype="float32", batch_size=4, add_bos_token=add_bos == "true")
-        ours = Harness(opened(str(llama / "ours"), add_bos=add_bos))
+    for bos, tasks in ((True, ["picks", "says"]), (False, ["picks", "says", "rolls"])):
+        theirs = HFLM(str(llama / "hf"), device="cpu", dtype="float32", batch_size=4, add_bos_token=bos)
+        ours = Harness(opened(str(llama / "ours")))
+        assert ours.ckpt.text.bos == 0  # by itself it does as the tokenizer does
+        if not bos:
+            ours.ckpt.text.bos = None
         assert ours.ckpt.text.prefix == theirs.prefix_token_id == 0 and ours.tok_encode("a text") == theirs.tok_encode("a text")
         want, got = (responses(simple_evaluate(lm, tasks=tasks, task_manager=manager, bootstrap_iters=0)) for lm in (theirs, ours))
         assert got["says"] == want["says"] and len({str(r) for r in got["says"]}) > 3
         for name in set(tasks) - {"says"}:
             numbers = [np.array([float(r[0] if isinstance(r, tuple) else r) for item in side[name] for (r,) in item]) for side in (got, want)]
             assert np.abs(numbers[0] - numbers[1]).max() < 2e-4 and np.abs(numbers[0]).min() > 1, name
-    assert ours.ckpt.cut > 0 and opened(str(llama / "ours")).text.add_bos  # by itself it does as the tokenizer does
+    assert ours.ckpt.cut > 0
 
 
 def test_local_tasks_end_to_end(tmp_path, dataset, capsys):  # noqa: F811
@@ -381,7 +385,7 @@ def test_local_tasks_end_to_end(tmp_path, dataset, capsys):  # noqa: F811
     assert tests["acc,none"]["only_this"] == sum(y > x for x, y in zip(right[a], right[b]))
     assert isinstance(report["checkpoints"][b]["harness"]["says"]["outcomes"]["says"][0]["filtered_resps"][0], str)
     assert "request 0 begins with" in said and "cut at the left" in said and report["checkpoints"][a]["cut_at_left"] > 0
-    assert report["checkpoints"][a]["prefix_token"] == 256 and not report["checkpoints"][a]["add_bos"]
+    assert report["checkpoints"][a]["prefix_token"] == 256 and not report["checkpoints"][a]["prefix_before_every_prompt"]
 
 
 def test_the_papers_shots(tmp_path, dataset, capsys, monkeypatch):  # noqa: F811
@@ -476,7 +480,7 @@ def test_wrong_input(tmp_path, dataset, monkeypatch):  # noqa: F811
         ([good, "--windows=few"], "number, all and documents"),
         ([good, "--batch_size=0"], "1 or more"),
         ([good, "--block_size=999"], "at most"),
-        ([good, f"--out={tmp_path}/there.json"], "exists already"),
+        ([good, f"--out={tmp_path}/there.json"], "File exists"),
         ([good, "--dataset=nothing_here"], "no dataset"),
         ([good, long], "context"),
         ([good, qwen], "qwen3"),
