@@ -17,6 +17,7 @@ import difflib
 import inspect
 import io
 import os
+import signal
 import sys
 import tokenize
 import traceback
@@ -40,15 +41,26 @@ class Parser(argparse.ArgumentParser):
 
 
 def cli(main):
-    """Call main(); a UserError becomes one line on stderr (one per node under torchrun) and exit code 2; Ctrl-C ends in one line too."""
+    """Call main(); a UserError becomes one line on stderr (one per node under torchrun) and exit code 2; Ctrl-C ends in one line too, and a
+    reader of the output that has seen enough (`| head`) in none."""
     try:
-        main()
+        try:
+            main()
+        finally:
+            sys.stdout.flush()  # what cannot be printed shows here, not while Python shuts down
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("error: " + str(error).replace("\n", " "), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit("interrupted")
+    except BrokenPipeError:
+        try:
+            print(flush=True)
+        except BrokenPipeError:  # so it is the output's pipe, and no other, that is closed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(128 + signal.SIGPIPE)
+        raise
 
 
 def configure(argv, *schemas, doc=None, default_file=None):

@@ -19,7 +19,7 @@ import fcntl, functools, glob, hashlib, importlib.util, io, json, multiprocessin
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Callable, Literal
@@ -48,7 +48,7 @@ class Settings:
     inspect: str | None = None  # show a .bin file, verify its checksum, and make nothing
 
 
-WHICH_UNITS, HOW = ("source", "shares", "share_of", "size"), ("out_dir", "workers", "inspect")  # all others shape what is in a unit's tokens
+WHICH, HOW = ("source", "shares", "size"), ("out_dir", "workers", "inspect")  # all others shape the tokens of a unit
 
 # -----------------------------------------------------------------------------
 # The file format: 4 KiB of magic and one JSON, then little-endian uint32 ids. Documents are packed end to end, one eot after each.
@@ -56,6 +56,7 @@ WHICH_UNITS, HOW = ("source", "shares", "share_of", "size"), ("out_dir", "worker
 HERE = Path(__file__).resolve().parent
 MAGIC, VERSION, HEADER_BYTES = b"MHARBIN\n", 1, 4096
 MAKE = "python prepare_data.py --source=... --out_dir="
+PARTS = "prepare_data.parts"  # folder of the work in progress, in out_dir
 
 
 @dataclass
@@ -100,9 +101,8 @@ def open_bin(path):
 def write_bin(path, chunks, **header):
     """Write uint32 arrays `chunks` one after another under `header`, adding tokens, largest_id, sha256. Atomic and durable.
     The header is taken once the chunks are through, so what makes them may still fill in its values."""
-    path, tokens, largest, sha = Path(path), 0, 0, hashlib.sha256()
-    partial = path.with_name(path.name + ".tmp")
-    with open(partial, "wb") as file:
+    tokens, largest, sha = 0, 0, hashlib.sha256()
+    with atomic(path) as file:
         file.write(bytes(HEADER_BYTES))
         for chunk in chunks:
             chunk = np.ascontiguousarray(chunk, "<u4")
@@ -111,6 +111,15 @@ def write_bin(path, chunks, **header):
             tokens, largest = tokens + len(chunk), max(largest, int(chunk.max(initial=0)))
         file.seek(0)
         file.write(pack_header(dict(tokens=tokens, largest_id=largest, sha256=sha.hexdigest()) | header))
+
+
+@contextmanager
+def atomic(path):
+    """A file to write that is at `path` when it is whole and on the disk, and not before. Until then its name is of this process alone: a worker
+    of a killed run may not have ended yet."""
+    partial = Path(f"{path}.{os.getpid()}.tmp")
+    with open(partial, "wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
@@ -330,6 +339,7 @@ def pieces(text, size=1 << 17):
 TEXT = re.compile(r"\.(txt|md|rst|py)$")  # a file is a document
 TABLE = re.compile(r"\.(jsonl|jsonl\.gz|jsonl\.zst|json\.gz|json\.zst|parquet)$")  # a row is a document
 KINDS = ".txt .md .rst .py .jsonl .parquet, and .gz or .zst of .jsonl"
+UNIT_BYTES = 32 << 20  # at most
 
 
 @dataclass
@@ -342,6 +352,7 @@ class Unit:
     part: int = 0
     parts: int = 1
 
+    @property
     def size(self):
         return sum(size for _, size, _ in self.files) // self.parts
 
@@ -403,9 +414,6 @@ def hub_files(source):
         raise UserError(f"{source}: not to be had from the hub ({first_line(error)}); check the name and the network") from error
 
 
-UNIT_BYTES = 32 << 20  # at most
-
-
 def plan_units(sources, settings):
     """The Units of all sources, source by source, those of one source in a seeded order so that its first few are a fair sample."""
     found = [expand(source) for source in sources]
@@ -416,15 +424,13 @@ def plan_units(sources, settings):
         mine = []
         for j, file in enumerate(files):
             path, size, _ = file
-            if TABLE.search(path):
-                if path.endswith(".parquet") and "://" not in path:
-                    open_parquet(path, settings)  # a broken file shows now, not in an hour
-                parts = 1 if path.endswith((".gz", ".zst")) else max(1, -(-size // most))
-                mine += [Unit(i, j, [file], part, parts) for part in range(parts)]
-            elif mine and TEXT.search(mine[-1].files[0][0]) and mine[-1].size() + size <= most:
+            if TEXT.search(path) and mine and TEXT.search(mine[-1].files[0][0]) and mine[-1].size + size <= most:
                 mine[-1].files.append(file)
-            else:
-                mine.append(Unit(i, j, [file]))
+                continue
+            if path.endswith(".parquet") and "://" not in path:
+                Reader(Unit(i, j, [file]), settings).open_parquet()  # a broken file shows now, not in an hour
+            parts = max(1, -(-size // most)) if path.endswith((".jsonl", ".parquet")) else 1
+            mine += [Unit(i, j, [file], part, parts) for part in range(parts)]
         n = len(mine)
         units += [mine[k] for k in permute(np.arange(n), n, settings.seed, np.full(n, i))]
     return units
@@ -432,24 +438,6 @@ def plan_units(sources, settings):
 
 # -----------------------------------------------------------------------------
 # Units -> documents
-
-
-@dataclass
-class Reading:
-    """Where the reading of a unit stands, for messages, and what it met."""
-
-    path: str = ""
-    start: int = 0  # byte of the file where the unit's part starts
-    row: int | None = None  # rows of the part read so far; None for a text file
-    empty: int = 0  # documents left out because there is nothing in them
-    bad_utf8: int = 0  # documents repaired
-
-    def where(self):
-        if self.row is None:
-            return self.path
-        with open_file(self.path) as file:
-            before = sum(file.read(min(1 << 20, self.start - at)).count(b"\n") for at in range(0, self.start, 1 << 20))
-        return f"{self.path}, row {before + self.row}"
 
 
 def open_file(path):
@@ -467,113 +455,123 @@ def open_file(path):
     return file
 
 
-def open_parquet(path, settings):
-    """A ParquetFile and the name of its text column; UserError if it is damaged, empty, or has no such column."""
-    import pyarrow.parquet
+class Reader:
+    """The documents of a Unit. It knows where it stands, so that an error names file and row, and counts what it has met."""
 
-    try:
-        table = pyarrow.parquet.ParquetFile(open_file(path), pre_buffer=False, buffer_size=1 << 20)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a whole parquet file ({first_line(error)}); fetch it again or leave it out") from error
-    if not table.metadata.num_rows:
-        raise UserError(f"{path}: a table without rows; fetch it again or leave it out")
-    column = text_column(table.schema_arrow.names, settings, Reading(path))
-    kind = table.schema_arrow.field(column).type
-    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-    if str(kind) not in ("string", "large_string"):
-        raise UserError(f"{path}: column {column!r} holds {kind}, not text; choose another with --text_column=")
-    return table, column
+    def __init__(self, unit, settings):
+        self.unit, self.settings = unit, settings
+        self.path, self.row, self.start = unit.files[0][0], None, 0  # row: rows read so far from byte `start` of the file on
+        self.empty = self.bad_utf8 = 0  # documents left out because nothing is in them; documents repaired
 
+    def where(self):
+        if self.row is None:
+            return self.path
+        with open_file(self.path) as file:
+            before = sum(file.read(min(1 << 20, self.start - at)).count(b"\n") for at in range(0, self.start, 1 << 20))
+        return f"{self.path}, row {before + self.row}"
 
-def text_column(names, settings, reading):
-    wanted = [settings.text_column] if settings.text_column else ["text", "content"]
-    for name in wanted:
-        if name in names:
-            return name
-    raise UserError(f"{reading.where()}: no column {' or '.join(map(repr, wanted))}; choose one of {', '.join(names)} with --text_column=")
+    def documents(self):
+        """Yields (number of the file, place in it, text). UserError names the file and row of whatever cannot be read."""
+        rows = self.text_files if TEXT.search(self.path) else self.parquet_rows if self.path.endswith(".parquet") else self.json_rows
+        try:
+            for number, place, text in rows():
+                if text:
+                    yield number, place, text
+                else:
+                    self.empty += 1
+        except Exception as error:
+            damage = isinstance(error, OSError) or "Arrow" in type(error).__name__ or "://" in self.path  # or a lost connection
+            if isinstance(error, UserError) or not damage:
+                raise
+            where = self.where().replace(", row", ", after row")
+            raise UserError(f"{where}: cannot be read ({first_line(error)}); fetch it again or leave it out") from error
 
+    def text_files(self):
+        for k, (self.path, _, _) in enumerate(self.unit.files):
+            with open_file(self.path) as file:
+                yield self.unit.file + k, 0, self.decode(file.read())
 
-def decode_utf8(data, settings, reading):
-    """bytes -> text; what is no UTF-8 becomes U+FFFD and is counted, or is refused."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        if settings.bad_utf8 == "refuse":
-            raise UserError(f"{reading.where()}: byte {error.start} is not UTF-8; repair it, or take --bad_utf8=replace") from error
-        reading.bad_utf8 += 1
-        return data.decode(errors="replace")
-
-
-def json_text(line, settings, reading):
-    """The text in a line of jsonl, or None. Half a surrogate pair, which JSON can spell and UTF-8 cannot, counts as bad UTF-8."""
-    try:
-        row = json.loads(decode_utf8(line, settings, reading))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{reading.where()}: broken JSON ({getattr(error, 'msg', 'nested too deeply')}); repair or remove the line") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{reading.where()}: a {type(row).__name__} where an object with a text column belongs; repair or remove the line")
-    text = row[column := text_column(row, settings, reading)]
-    if not isinstance(text, str | None):
-        raise UserError(f"{reading.where()}: column {column!r} holds a {type(text).__name__}, not text; choose another with --text_column=")
-    return text if not text or text.isascii() else decode_utf8(text.encode("utf-8", "surrogatepass"), settings, reading)
-
-
-def read_rows(unit, settings, reading):
-    """Yields (file number, place in the file, text or None) of each row; a place is a row of parquet, or the byte where a line of jsonl starts."""
-    reading.path, size, _ = unit.files[0]
-    reading.start, reading.row = 0, None
-    if TEXT.search(reading.path):
-        for k, (reading.path, _, _) in enumerate(unit.files):
-            with open_file(reading.path) as file:
-                yield unit.file + k, 0, decode_utf8(file.read(), settings, reading)
-    elif reading.path.endswith(".parquet"):
-        table, column = open_parquet(reading.path, settings)
-        groups = [table.metadata.num_row_groups * part // unit.parts for part in (unit.part, unit.part + 1)]
-        reading.row = sum(table.metadata.row_group(k).num_rows for k in range(groups[0]))
-        for k in range(*groups):
+    def parquet_rows(self):
+        """The place of a row is its number."""
+        table, column = self.open_parquet()
+        first, last = (table.num_row_groups * part // self.unit.parts for part in (self.unit.part, self.unit.part + 1))
+        self.row = sum(table.metadata.row_group(k).num_rows for k in range(first))
+        for k in range(first, last):
             for batch in table.iter_batches(256, row_groups=[k], columns=[column], use_threads=False):
                 for data in batch.column(0).cast("large_string").cast("large_binary").to_pylist():
-                    reading.row += 1
-                    yield unit.file, reading.row, data and decode_utf8(data, settings, reading)
-    else:
-        with open_file(reading.path) as file:
-            place, stop = size * unit.part // unit.parts, size * (unit.part + 1) // unit.parts
-            if place:  # a line belongs to the part that its first byte is in
+                    self.row += 1
+                    yield self.unit.file, self.row, data and self.decode(data)
+
+    def json_rows(self):
+        """The place of a line is the byte where it starts; it belongs to the part that this byte is in."""
+        (path, size, _), part, parts = self.unit.files[0], self.unit.part, self.unit.parts
+        place, stop = size * part // parts, size * (part + 1) // parts
+        with open_file(path) as file:
+            if place:
                 file.seek(place - 1)
                 place += len(file.readline()) - 1
-            reading.start, reading.row = place, 0
-            while (place < stop or unit.parts == 1) and (line := file.readline()):
-                reading.row += 1
-                yield unit.file, place, json_text(line, settings, reading) if line.strip() else None
+            self.start, self.row = place, 0
+            while (place < stop or parts == 1) and (line := file.readline()):
+                self.row += 1
+                yield self.unit.file, place, self.json_text(line) if line.strip() else None
                 place += len(line)
 
+    def open_parquet(self):
+        """A ParquetFile and the name of its text column; UserError if it is damaged, empty, or has no such column."""
+        import pyarrow.parquet
 
-def read_documents(unit, settings, reading):
-    """read_rows without the empty ones. UserError names the file and row of whatever cannot be read."""
-    try:
-        for number, place, text in read_rows(unit, settings, reading):
-            if text:
-                yield number, place, text
-            else:
-                reading.empty += 1
-    except Exception as error:
-        damage = isinstance(error, OSError) or "Arrow" in type(error).__name__ or "://" in reading.path  # or a lost connection
-        if isinstance(error, UserError) or not damage:
-            raise
-        where = reading.where().replace(", row", ", after row")
-        raise UserError(f"{where}: cannot be read ({first_line(error)}); fetch it again or leave it out") from error
+        try:
+            table = pyarrow.parquet.ParquetFile(open_file(self.path), pre_buffer=False, buffer_size=1 << 20)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UserError(f"{self.path}: not a whole parquet file ({first_line(error)}); fetch it again or leave it out") from error
+        if not table.metadata.num_rows:
+            raise UserError(f"{self.path}: a table without rows; fetch it again or leave it out")
+        column = self.text_column(table.schema_arrow.names)
+        kind = table.schema_arrow.field(column).type
+        kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        if str(kind) not in ("string", "large_string"):
+            raise UserError(f"{self.path}: column {column!r} holds {kind}, not text; choose another with --text_column=")
+        return table, column
+
+    def json_text(self, line):
+        """The text in a line of jsonl, or None. Half a surrogate pair, which JSON can spell and UTF-8 cannot, counts as bad UTF-8."""
+        try:
+            row = json.loads(self.decode(line))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UserError(f"{self.where()}: broken JSON ({getattr(error, 'msg', 'nested too deeply')}); repair or remove the line") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{self.where()}: a {type(row).__name__} where an object with a text column belongs; repair or remove the line")
+        column = self.text_column(row)
+        text = row[column]
+        if not isinstance(text, str | None):
+            raise UserError(f"{self.where()}: column {column!r} holds a {type(text).__name__}, not text; choose another with --text_column=")
+        return text if not text or text.isascii() else self.decode(text.encode("utf-8", "surrogatepass"))
+
+    def text_column(self, names):
+        wanted = [self.settings.text_column] if self.settings.text_column else ["text", "content"]
+        for name in wanted:
+            if name in names:
+                return name
+        raise UserError(f"{self.where()}: no column {' or '.join(map(repr, wanted))}; choose one of {', '.join(names)} with --text_column=")
+
+    def decode(self, data):
+        """bytes -> text; what is no UTF-8 becomes U+FFFD and is counted, or is refused."""
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            if self.settings.bad_utf8 == "refuse":
+                raise UserError(f"{self.where()}: byte {error.start} is not UTF-8; repair it, or take --bad_utf8=replace") from error
+            self.bad_utf8 += 1
+            return data.decode(errors="replace")
 
 
 # -----------------------------------------------------------------------------
-# First pass: a unit -> runs of tokenised documents, sorted by key
+# First pass: a unit -> runs of tokenised documents, sorted by key, each of one split
 
-RUN_TOKENS = 16 << 20  # tokens gathered before a run is sorted and written: 64 MB
-# A run is a file: an index, uint64 [5, documents] with these rows, train's documents first, then val's; then their tokens in the same order
-KEY, START, LENGTH, PLACE, BYTES = range(5)
-
-
-def nfc(text):
-    return text if text.isascii() else unicodedata.normalize("NFC", text)
+SPLITS = ("train", "val")
+RUN_TOKENS = 16 << 20  # tokens gathered before runs are sorted and written: 64 MB
+# A run is a file: an index, uint64 [5, documents] with these rows, then the tokens. BEFORE: amount of train text that the unit has before the document
+KEY, START, LENGTH, BYTES, BEFORE = range(5)
 
 
 def is_val(document, fraction):
@@ -585,93 +583,102 @@ def is_val(document, fraction):
 
 def unit_name(unit, settings):
     """Names a unit's files after all that shapes them, so that work done for other settings or an older file is never taken for it."""
-    shaping = {name: value for name, value in asdict(settings).items() if name not in (*WHICH_UNITS, *HOW)}
+    shaping = {name: value for name, value in asdict(settings).items() if name not in (*WHICH, *HOW)}
     return hashlib.sha256(json.dumps([VERSION, asdict(unit), shaping]).encode()).hexdigest()[:16]
 
 
-def tokenize_unit(k, unit, settings, limit, folder):
-    """Write the runs of a unit to `folder`, and last its record, which says that it is done. Stops after `limit` train tokens (or bytes).
-    Returns k and the record."""
-    tokenizer, reading, unit_id = load_tokenizer(settings.tokenizer), Reading(), unit_name(unit, settings)
-    eot = np.uint32(settings.eot)
-    partial = folder / f"{unit_id}.{os.getpid()}.tmp"  # of this process alone: a worker of a killed run may not have ended yet
-    record = dict(whole=True, tokens=0, bytes=0, runs=[])
-    docs, gathered = [], 0  # (side, key, place, bytes, ids)
-
-    def flush():
-        docs.sort()  # by side, then key; the place tells equal keys apart
-        sides, keys, places, sizes, ids = zip(*docs)
-        name, train, lengths = f"{unit_id}.{len(record['runs'])}", sides.count(0), np.array([len(i) + 1 for i in ids], np.uint64)
-        tokens = [int(lengths[:train].sum()), int(lengths[train:].sum())]
-        with open(partial, "wb") as file:
-            file.write(np.stack([np.array(row, np.uint64) for row in (keys, np.cumsum(lengths) - lengths, lengths, places, sizes)]))
-            file.writelines(chunk for i in ids for chunk in (i, eot))
-            os.fsync(file.fileno())
-        os.replace(partial, folder / name)
-        record["runs"].append(dict(name=name, documents=len(docs), train=train, tokens=tokens))
-
-    for place, (number, position, text) in enumerate(read_documents(unit, settings, reading)):
-        composed = nfc(text)
-        document, ids = composed.encode(), tokenizer.encode(composed if tokenizer.nfc else text)
-        val = is_val(document, settings.val_fraction)
+def tokenize_unit(unit, settings, limit, folder):
+    """Write the runs of a unit to `folder`, and last its record, unless they are there. Stops after `limit` train tokens (or bytes).
+    Returns the record: whether the unit is in it as a whole, its amount of train text, its runs, and what was found on the way."""
+    name = unit_name(unit, settings)
+    done = folder / f"{name}.json"
+    if done.exists():
+        record = json.loads(done.read_text())
+        if record["whole"] or record["amount"] >= limit:
+            return record
+        done.unlink()  # before its runs are overwritten
+    tokenizer, reader = load_tokenizer(settings.tokenizer), Reader(unit, settings)
+    amount, gathered, runs, docs = 0, 0, [], ([], [])  # docs: those of train, those of val, each (key, bytes, before, ids)
+    for number, place, text in reader.documents():
+        composed = text if text.isascii() else unicodedata.normalize("NFC", text)
+        document = composed.encode()
+        ids = np.append(tokenizer.encode(composed if tokenizer.nfc else text), np.uint32(settings.eot))
+        val, before = is_val(document, settings.val_fraction), amount
         for side in (0, 1) if val and settings.val_protocol == "paper" else (int(val),):
-            key = hashlib.blake2b(struct.pack("<5Q", settings.seed, side, unit.source, number, position), digest_size=8).digest()
-            docs.append((side, int.from_bytes(key, "little"), place, len(document), ids))
+            key = hashlib.blake2b(struct.pack("<5Q", settings.seed, side, unit.source, number, place), digest_size=8).digest()
+            docs[side].append((int.from_bytes(key, "little"), len(document), before, ids))
             gathered += len(ids) + 64  # the 64 for what Python holds around a short document
-        if docs[-1][0] == 0 or settings.val_protocol == "paper":
-            record["tokens"] += len(ids) + 1
-            record["bytes"] += len(document)
-        if record[settings.share_of] >= limit:
-            record["whole"] = False
-            break
+            if side == 0:
+                amount += len(ids) if settings.share_of == "tokens" else len(document)
         if gathered >= RUN_TOKENS:
-            flush()
-            docs, gathered = [], 0
-    if docs:
-        flush()
-    record |= dict(empty=reading.empty, bad_utf8=reading.bad_utf8)
-    partial.write_text(json.dumps(record))
-    os.replace(partial, folder / f"{unit_id}.json")
-    return k, record
+            write_runs(docs, folder / name, runs)
+            gathered = 0
+        if amount >= limit:
+            break
+    write_runs(docs, folder / name, runs)
+    record = dict(whole=amount < limit, amount=amount, runs=runs, empty=reader.empty, bad_utf8=reader.bad_utf8)
+    with atomic(done) as file:
+        file.write(json.dumps(record).encode())
+    return record
+
+
+def write_runs(docs, path, runs):
+    """Sort and write a run for each split that has documents, add it to `runs`, and empty docs."""
+    for split, mine in zip(SPLITS, docs):
+        if mine:
+            mine.sort(key=lambda doc: doc[0])
+            keys, sizes, before, ids = zip(*mine)
+            lengths = np.array([len(i) for i in ids], np.uint64)
+            runs.append(dict(name=f"{path.name}.{len(runs)}", split=split, documents=len(mine), tokens=int(lengths.sum()), first=min(before)))
+            with atomic(path.with_name(runs[-1]["name"])) as file:
+                for row in keys, np.cumsum(lengths) - lengths, lengths, sizes, before:
+                    file.write(np.array(row, np.uint64))
+                file.writelines(ids)
+            mine.clear()
 
 
 def first_pass(units, settings, targets, pool, workers, folder):
-    """The records of the units, None for those that are not needed. targets: train tokens (or bytes) wanted of each source, or infinity."""
-    records, have, coming = [None] * len(units), [0] * len(targets), [0] * len(targets)  # coming: a guess at what the units now at work will bring
-    bar = progress(settings.size or sum(unit.size() for unit in units), "tokenise", settings.share_of if settings.size else "B")
-
-    def keep(k, record):
-        records[k], source = record, units[k].source
-        bar.update(min(record[settings.share_of], max(0, targets[source] - have[source])) if settings.size else units[k].size())
-        have[source] += record[settings.share_of]
-        if len(targets) > 1:
-            bar.set_postfix_str(f"source {source + 1} of {len(targets)}, shares " + " ".join(f"{amount / max(1, sum(have)):.0%}" for amount in have))
-
-    def guess(unit):
-        return unit.size() // (4 if settings.share_of == "tokens" else 1)
-
-    def jobs():
-        for k, unit in enumerate(units):  # in order, so that what is kept of a source is a prefix of its units, whatever finishes first
-            source, path = unit.source, folder / f"{unit_name(unit, settings)}.json"
-            while coming[source] and have[source] + coming[source] >= targets[source]:
-                yield None
-            if have[source] < targets[source]:
-                record = json.loads(path.read_text()) if path.exists() else None
-                if record and (record["whole"] or record[settings.share_of] >= targets[source]):
-                    keep(k, record)
-                else:
-                    coming[source] += guess(unit)
-                    yield tokenize_unit, k, unit, settings, targets[source], folder
-
-    for k, record in in_order(pool, 2 * workers, jobs()):
-        coming[units[k].source] -= guess(units[k])
-        keep(k, record)
-    bar.close()
-    return records
+    """{number of a unit: record} for as many units of each source, in order, as reach its target: train tokens (or bytes), or infinity for all.
+    Goes round by round: one unit of each source tells what a byte of its files yields, and so how many more to take."""
+    waiting = [deque(k for k, unit in enumerate(units) if unit.source == source) for source in range(len(targets))]
+    records, have, read = {}, [0] * len(targets), [0] * len(targets)
+    total, what = (settings.size, settings.share_of) if settings.size else (sum(unit.size for unit in units), "B")
+    with progress(total, "tokenise", what) as bar:
+        while True:
+            todo = []
+            for source, target in enumerate(targets):
+                need, rate = target - have[source], have[source] / read[source] if read[source] else np.inf
+                while waiting[source] and need > 0:
+                    todo.append(waiting[source].popleft())
+                    need -= units[todo[-1]].size * rate if target < np.inf else 0
+            if not todo:
+                return records
+            jobs = ((units[k], settings, targets[units[k].source], folder) for k in todo)
+            for k, record in zip(todo, in_order(pool, 2 * workers, tokenize_unit, jobs)):
+                records[k], source = record, units[k].source
+                have[source], read[source] = have[source] + record["amount"], read[source] + units[k].size
+                bar.update((sum(map(min, have, targets)) if settings.size else sum(read)) - bar.n)
+                if len(targets) > 1:
+                    bar.set_postfix_str("shares " + " ".join(f"{amount / max(1, sum(have)):.0%}" for amount in have))
 
 
 def progress(total, what, unit):
     return tqdm(total=total, desc=what, unit=unit, unit_scale=True, file=sys.stdout, mininterval=0.5 if sys.stdout.isatty() else 30)
+
+
+def in_order(pool, ahead, function, jobs):
+    """The results of function(*job), in the order of jobs, with at most `ahead` of them out, so that memory stays bounded.
+    Without a pool each is done here, when it is asked for."""
+    waiting = deque()
+    for job in jobs:
+        if not pool:
+            yield function(*job)
+            continue
+        waiting.append(pool.submit(function, *job))
+        if len(waiting) >= ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
 
 
 # -----------------------------------------------------------------------------
@@ -680,42 +687,35 @@ def progress(total, what, unit):
 RANGE_TOKENS = 8 << 20  # tokens of one range of keys, merged in memory: 32 MB
 
 
-def read_index(run, folder):
-    return np.memmap(folder / run["name"], "<u8", "r", shape=(5, run["documents"]))
-
-
-def choose_runs(units, records, settings, targets, sources, folder):
-    """The runs to merge, each with its source and `stop`: a unit's documents from place `stop` on are not needed to meet the target."""
-    runs, row = [], LENGTH if settings.share_of == "tokens" else BYTES
-    for source, target in enumerate(targets):
-        have = 0
-        for unit, record in zip(units, records):
-            if unit.source == source and have < target:
-                stop, amount = 2**63, record[settings.share_of]
-                if have + amount > target:
-                    index = np.concatenate([read_index(run, folder)[:, : run["train"]] for run in record["runs"]], axis=1)
-                    index = index[:, np.argsort(index[PLACE])]
-                    stop = int(index[PLACE][np.searchsorted(have + np.cumsum(index[row]), target)]) + 1
-                have += amount
-                runs += [run | dict(source=source, stop=stop) for run in record["runs"]]
-        if have < target < np.inf:
-            raise UserError(f"{sources[source]} holds {have:,} train {settings.share_of}, its share of size={settings.size:,.0f} is {target:,.0f}; lower --size "
-                            f"to {settings.size * have / target:,.0f} or change the shares; what is tokenised is kept")  # fmt: skip
+def choose_runs(units, records, sources, shares, targets, settings):
+    """The runs to merge, each with its source and `stop`: a document is in if the train text of its unit before it is less."""
+    have = [sum(record["amount"] for k, record in records.items() if units[k].source == source) for source in range(len(sources))]
+    if shares and not settings.size:  # as much as the scarcest source allows
+        targets = [int(share * min(h / s for h, s in zip(have, shares))) for share in shares]
+    for source, held, target in zip(sources, have, targets):
+        if held < target < np.inf:
+            raise UserError(f"{source} holds {held:,} train {settings.share_of}, its share of size={settings.size:,.0f} is {target:,.0f}; lower --size "
+                            f"to {settings.size * held / target:,.0f} or change the shares; what is tokenised is kept")  # fmt: skip
+    runs, left = [], list(targets)
+    for k, record in sorted(records.items()):
+        source = units[k].source
+        runs += [run | dict(source=source, stop=left[source]) for run in record["runs"] if run["first"] < left[source]]
+        left[source] -= record["amount"]
     return runs
 
 
-def merge_range(runs, side, r, ranges, folder):
-    """The documents of one split whose keys fall into the r-th of `ranges` equal ranges, in the order of their keys.
+def merge_range(runs, r, ranges, folder):
+    """The documents whose keys fall into the r-th of `ranges` equal ranges, in the order of their keys.
     Returns their tokens, uint32, and {source: [documents, tokens, bytes]}."""
     keys, docs, counts = [np.empty(0, np.uint64)], [], {}
+    low, high = (np.uint64(key) for key in (r * 2**64 // ranges, (r + 1) * 2**64 // ranges - 1))
     for run in runs:
-        index = read_index(run, folder)[:, slice(run["train"]) if side == 0 else slice(run["train"], None)]
-        low, high = (np.searchsorted(index[KEY], np.uint64(at * 2**64 // ranges)) if at < ranges else index.shape[1] for at in (r, r + 1))
-        if low < high:
-            index = np.array(index[:, low:high])
-            first, last = index[START, 0], index[START, -1] + index[LENGTH, -1]
-            tokens = np.fromfile(folder / run["name"], "<u4", int(last - first), offset=40 * run["documents"] + 4 * int(first))
-            index = index[:, index[PLACE] < run["stop"]]
+        index = np.memmap(folder / run["name"], "<u8", "r", shape=(5, run["documents"]))
+        index = np.array(index[:, np.searchsorted(index[KEY], low) : np.searchsorted(index[KEY], high, "right")])
+        if index.size:
+            first, last = int(index[START, 0]), int(index[START, -1] + index[LENGTH, -1])
+            tokens = np.fromfile(folder / run["name"], "<u4", last - first, offset=40 * run["documents"] + 4 * first)
+            index = index[:, index[BEFORE] < run["stop"]]
             keys.append(index[KEY])
             docs += [tokens[start : start + length] for start, length in zip((index[START] - first).tolist(), index[LENGTH].tolist())]
             counts[run["source"]] = np.add(counts.get(run["source"], 0), [index.shape[1], *index[[LENGTH, BYTES]].sum(1)])
@@ -723,26 +723,27 @@ def merge_range(runs, side, r, ranges, folder):
     return np.concatenate([np.empty(0, np.uint32), *(docs[i] for i in order)]), counts
 
 
-def in_order(pool, ahead, jobs):
-    """The results of jobs (function, *arguments), in their order, with at most `ahead` of them out, so that memory stays bounded.
-    A job that is None stands for: wait for the next result. Without a pool each job is done here and now."""
-    if not pool:
-        yield from (function(*arguments) for function, *arguments in jobs)
-        return
-    waiting = deque()
-    for job in jobs:
-        if job:
-            waiting.append(pool.submit(*job))
-        if len(waiting) >= ahead or not job:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
+def merge(split, runs, sources, settings, recipe, pool, workers, folder):
+    """Write one split to `folder`."""
+    tokenizer, counts, runs = load_tokenizer(settings.tokenizer), {source: [0, 0, 0] for source in sources}, [run for run in runs if run["split"] == split]
+    total = sum(run["tokens"] for run in runs)
+    ranges = max(1, -(-total // RANGE_TOKENS))
+
+    def chunks():
+        for tokens, found in in_order(pool, min(2 * workers, 8), merge_range, ((runs, r, ranges, folder) for r in range(ranges))):
+            for source, numbers in found.items():
+                counts[sources[source]] = [int(n) for n in np.add(counts[sources[source]], numbers)]
+            bar.update(len(tokens))
+            yield tokens
+
+    with progress(total, f"merge {split}", "tokens") as bar:
+        rule = f"{settings.val_protocol}: blake2b(text without white space) < {settings.val_fraction} * 2^64"
+        write_bin(folder / f"{split}.bin", chunks(), split=split, tokenizer=tokenizer.name, vocab=tokenizer.vocab, eot=settings.eot, nfc=tokenizer.nfc,
+                  seed=settings.seed, split_rule=rule, recipe=recipe, sources=counts)  # fmt: skip
 
 
 # -----------------------------------------------------------------------------
 # The whole preparation
-
-SPLITS = ("train", "val")
 
 
 def prepare(settings, wait=False):
@@ -757,12 +758,14 @@ def prepare(settings, wait=False):
         with lock(out, wait):
             missing = [split for split in SPLITS if not is_there(out / f"{split}.bin", recipe)]
             if missing:
-                require_both_splits(units, settings)
                 make(missing, sources, shares, units, settings, recipe, out)
             else:
                 print(f"{out}: there already, made with these settings")
+            shutil.rmtree(out / PARTS, ignore_errors=True)
     except BrokenProcessPool as error:
         raise UserError("a worker was killed, likely for want of memory; the same command continues: try it with fewer --workers") from error
+    except BrokenPipeError:  # nobody reads what is printed; not for us to explain
+        raise
     except OSError as error:
         raise UserError(f"{error.filename or out}: {first_line(error)}; see to that, then the same command continues") from error
     return out
@@ -803,14 +806,24 @@ def check(settings):
 
 @contextmanager
 def lock(folder, wait):
-    """One preparation per folder at a time; the system lets go of the lock however the process ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError as error:
-            raise UserError(f"another run is preparing {folder}; wait for it, or choose another --out_dir") from error
-        yield
+    """One preparation per folder at a time; the system lets go of the lock however the process ends. A folder left empty goes with the lock."""
+    path = folder / f"{PARTS}.lock"
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(path, "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError as error:
+                raise UserError(f"another run is preparing {folder}; wait for it, or choose another --out_dir") from error
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):  # else its last owner removed it: again
+                try:
+                    yield
+                finally:
+                    path.unlink()
+                    for empty in folder / PARTS, folder:
+                        with suppress(OSError):
+                            empty.rmdir()
+                return
 
 
 def is_there(path, recipe):
@@ -823,27 +836,11 @@ def is_there(path, recipe):
     return True
 
 
-def require_both_splits(units, settings):
-    """Read only until a document of each side has turned up: an empty split is refused before hours of tokenising, not after."""
-    seen, count, reading = {False} if settings.val_protocol == "paper" else set(), 0, Reading()
-    for unit in units:
-        for _, _, text in read_documents(unit, settings, reading):
-            seen.add(is_val(nfc(text).encode(), settings.val_fraction))
-            count += 1
-            if len(seen) == 2 or settings.val_protocol == "paper" and True in seen:
-                return
-    if not count:
-        raise UserError(f"{settings.source}: no document in it ({reading.empty} empty ones); choose another --source")
-    documents = "the only document" if count == 1 else f"all {count} documents"
-    raise UserError(
-        f"{settings.source}: the {'train' if True in seen else 'val'} split would be empty: at val_fraction={settings.val_fraction} the hash of the text "
-        f"puts {documents} on the other side; give more documents, another --val_fraction, or --val_protocol=paper --val_fraction=1 (val = train)"
-    )
-
-
 def make(missing, sources, shares, units, settings, recipe, out):
-    parts = out / "parts"
+    parts = out / PARTS
     parts.mkdir(exist_ok=True)
+    for path in parts.glob("*.tmp"):
+        path.unlink()
     earlier, known = {path.stem for path in parts.glob("*.json")}, {unit_name(unit, settings) for unit in units}
     if earlier:
         useless = f", {len(earlier - known)} are of other settings or files that changed" if earlier - known else ""
@@ -855,41 +852,25 @@ def make(missing, sources, shares, units, settings, recipe, out):
         for path, *stat in {file for unit in units for file in unit.files}:
             if "://" not in path and stat != [*stat_file(path)]:
                 raise UserError(f"{path}: changed while it was read; run the same command again")
-        if shares and not settings.size:  # as much as the scarcest source allows
-            have = [sum(record[settings.share_of] for unit, record in zip(units, records) if unit.source == i) for i in range(len(sources))]
-            targets = [int(share * min(h / s for h, s in zip(have, shares))) for share in shares]
-        runs = choose_runs(units, records, settings, targets, sources, parts)
+        runs = choose_runs(units, records, sources, shares, targets, settings)
+        empty, bad = (sum(record[what] for record in records.values()) for what in ("empty", "bad_utf8"))
+        for split in missing:
+            if not any(run["split"] == split for run in runs):
+                shutil.rmtree(parts)
+                raise UserError(
+                    f"{settings.source}: the {split} split would be empty: at val_fraction={settings.val_fraction} the hash of the text puts no document "
+                    "there; give more documents, another --val_fraction, or --val_protocol=paper --val_fraction=1 (val = train)"
+                    if runs
+                    else f"{settings.source}: no document in it ({empty} empty ones); choose another --source"
+                )
         for split in missing:
             if not is_there(parts / f"{split}.bin", recipe):
                 merge(split, runs, sources, settings, recipe, pool, workers, parts)
     for split in reversed(missing):
         os.replace(parts / f"{split}.bin", out / f"{split}.bin")
-    shutil.rmtree(parts)
     for split in SPLITS:
         print(summary(open_bin(out / f"{split}.bin")))
-    empty, bad = (sum(record[what] for record in records if record) for what in ("empty", "bad_utf8"))
     print(f"{empty:,} empty documents left out, {bad:,} repaired where bytes were no UTF-8")
-
-
-def merge(split, runs, sources, settings, recipe, pool, workers, folder):
-    """Write one split to `folder`."""
-    side, tokenizer, counts = SPLITS.index(split), load_tokenizer(settings.tokenizer), {source: [0, 0, 0] for source in sources}
-    total = sum(run["tokens"][side] for run in runs)
-    ranges = max(1, -(-total // RANGE_TOKENS))
-
-    def chunks():
-        for tokens, found in in_order(pool, min(2 * workers, 8), ((merge_range, runs, side, r, ranges, folder) for r in range(ranges))):
-            for source, numbers in found.items():
-                counts[sources[source]] = [int(n) for n in np.add(counts[sources[source]], numbers)]
-            bar.update(len(tokens))
-            yield tokens
-        if not any(documents for documents, _, _ in counts.values()):
-            raise UserError(f"{settings.source}: the {split} split is empty; give more documents, a larger --size, or another --val_fraction")
-
-    with progress(total, f"merge {split}", "tokens") as bar:
-        rule = f"{settings.val_protocol}: blake2b(text without white space) < {settings.val_fraction} * 2^64"
-        write_bin(folder / f"{split}.bin", chunks(), split=split, tokenizer=tokenizer.name, vocab=tokenizer.vocab, eot=settings.eot, nfc=tokenizer.nfc,
-                  seed=settings.seed, split_rule=rule, recipe=recipe, sources=counts)  # fmt: skip
 
 
 def core_count():
