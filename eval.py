@@ -244,11 +244,13 @@ class Checkpoint:
         with progress(len(order), what, "inputs") as bar:
             for first in range(0, len(order), self.batch_size):
                 batch = order[first : first + self.batch_size]
-                idx = torch.tensor([ids + (0,) * (len(batch[0]) - len(ids)) for ids in batch], device=self.device)
+                width = max(1, len(batch[0]))
+                idx = torch.tensor([ids + (0,) * (width - len(ids)) for ids in batch], device=self.device)
                 which, rows, inputs, answers = zip(*((i, row, ids, answer) for row, ids in enumerate(batch) for i, answer in asked[ids]))
                 places = [(row, len(ids) - len(answer) + j, id) for row, ids, answer in zip(rows, inputs, answers) for j, id in enumerate(answer)]
+                targets = torch.tensor(places, dtype=torch.int64, device=self.device).view(-1, 3).T
                 with self.autocast():
-                    logp, greedy = self.model(idx, torch.tensor(places, device=self.device).T)
+                    logp, greedy = self.model(idx, targets)
                 sizes = [len(answer) for answer in answers]
                 for i, p, g in zip(which, logp.cpu().split(sizes), greedy.cpu().split(sizes)):
                     scored[i] = p.numpy(), bool(g.all())

@@ -25,7 +25,6 @@ import eval as evaluation
 import train
 from configurator import UserError
 from eval import Checkpoint, Harness, LeftPadded, Measure, bootstrap, compare, load_text, mcnemar
-from model import KVCache
 from prepare_data import load_tokenizer, open_bin
 from test_model import METHODS, scramble, tiny, tokens
 from test_train import dataset  # noqa: F401  (a fixture)
@@ -184,19 +183,6 @@ def test_bf16_is_what_autocast_computes(method):
         assert (pieces.float() - want.float()).abs().max() < 0.06 * want.float().abs().max()
 
 
-def test_left_padding_is_not_noticed():
-    """Rows of two lengths in one cache give the logits that each gives alone."""
-    model = drawn("attnres")
-    long, short = tokens(1, 20, 256), tokens(1, 13, 256, seed=2)
-    cache = LeftPadded(model.config, torch.tensor([0, 7]), 20, "cpu", torch.float32)
-    both = torch.cat([long, torch.cat([torch.zeros(1, 7, dtype=torch.int64), short], 1)])
-    with torch.no_grad():
-        got = torch.cat([model(part, cache=cache) for part in both.split([10, 9, 1], 1)], 1)
-        torch.testing.assert_close(got[:1], model(long), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(got[1:, 7:], model(short), atol=1e-4, rtol=1e-4)
-        assert KVCache(model.config, 1, 4, "cpu", torch.float32).open(2)[1][0][3].shape == (2, 4)  # the mask that LeftPadded widens
-
-
 def test_what_stands_before_a_text():
     """The document separator for a model trained here; bos for an imported one whose tokenizer has it; and flags for both."""
     pytest.importorskip("llama_models")
@@ -255,17 +241,6 @@ def test_held_out_loss_is_train_pys(tmp_path, dataset):  # noqa: F811
         logits = model(windows[:, :-1])
         share = (logits.logsumexp(-1) - logits[..., :257].logsumexp(-1)).mean().item()  # the padding rows'
         assert abs(found["measures"]["held out, 9 windows: loss"]["value"] - (last[key] - share)) < 1e-5
-
-
-def test_losses_are_compared_in_pairs(tmp_path, dataset, capsys):  # noqa: F811
-    a, b = save(drawn("baseline"), tmp_path / "a", dataset), save(drawn("mhar", seed=2), tmp_path / "b", dataset)
-    main(a, b, "--windows=all", "--seed=4", f"--out={tmp_path}/x.json")
-    report = json.loads((tmp_path / "x.json").read_text())
-    (loss,) = [c for c in report["comparisons"] if c["measure"] == "held out, all windows: loss"]
-    va, vb = (np.array([v / w for *_, v, w in report["checkpoints"][p]["items"]["held out, all windows: loss"]]) for p in (a, b))
-    assert abs(loss["mean_difference"] - (vb - va).mean()) < 1e-9 and loss["low"] < loss["mean_difference"] < loss["high"]
-    said = capsys.readouterr().out
-    assert f"{b} against {a}, held out, all windows: loss: {loss['mean_difference']:+.4f} nats per token" in said
 
 
 # ---- the paper's protocol ---------------------------------------------------------------------------------------------
@@ -371,13 +346,16 @@ def test_the_harness_gives_what_its_hf_model_gives(llama, tmp_path):
     assert ours.ckpt.cut > 0
 
 
-def test_local_tasks_end_to_end(tmp_path, dataset, capsys):  # noqa: F811
-    """Two checkpoints, three tasks, nothing but local files: the table, the comparisons, every outcome in the JSON."""
+def test_end_to_end(tmp_path, dataset, capsys):  # noqa: F811
+    """Two checkpoints, held-out loss and three tasks on local files: the table, the comparisons, every outcome in the JSON."""
     folder = task_files(tmp_path / "tasks")
     a, b = save(drawn("baseline"), tmp_path / "a", dataset), save(drawn("mhar", seed=2), tmp_path / "b", dataset)
-    main(a, b, "--tasks=picks,rolls,says", f"--include_path={folder}", f"--out={tmp_path}/x.json", "--limit=8")
+    main(a, b, "--windows=all", "--tasks=picks,rolls,says", f"--include_path={folder}", f"--out={tmp_path}/x.json", "--limit=8")
     report, said = json.loads((tmp_path / "x.json").read_text()), capsys.readouterr().out
-    tests = {c["measure"].split(": ")[1]: c for c in report["comparisons"]}
+    tests, items = {c["measure"].split(": ")[1]: c for c in report["comparisons"]}, {p: report["checkpoints"][p]["items"] for p in (a, b)}
+    va, vb = (np.array([v / w for *_, v, w in items[p]["held out, all windows: loss"]]) for p in (a, b))
+    assert abs(tests["loss"]["mean_difference"] - (vb - va).mean()) < 1e-9 and tests["loss"]["low"] < tests["loss"]["mean_difference"] < tests["loss"]["high"]
+    assert f"{b} against {a}, held out, all windows: loss: {tests['loss']['mean_difference']:+.4f} nats per token" in said
     assert tests["acc,none"]["test"].startswith("McNemar") and tests["bits_per_byte,none"]["test"] == "paired bootstrap" and tests["bits_per_byte,none"]["items"] == 8
     outcomes = {p: report["checkpoints"][p]["harness"]["picks"]["outcomes"]["picks"] for p in (a, b)}
     right = {p: [o["acc"] for o in outcomes[p]] for p in (a, b)}
@@ -401,9 +379,22 @@ def test_the_papers_shots(tmp_path, dataset, capsys, monkeypatch):  # noqa: F811
     assert "picks ran with 0 shots, not 3" in capsys.readouterr().out
 
 
+def stock_files(folder, data):
+    """The harness's own definitions on local rows. data: {task: (its file, which split is what, rows, more lines)}."""
+    folder.mkdir()
+    for name, (stock, splits, rows, more) in data.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        used = {split: splits.get(split, "null") for split in ("training", "validation", "test")}
+        files = {split: f"{folder}/{name}.jsonl" for split in used.values() if split != "null"}
+        lines = [f"include: {STOCK}/{stock}", f"task: {name}", "tag: []", "dataset_path: json", "dataset_name: null", f"dataset_kwargs: {{data_files: {json.dumps(files)}}}",
+                 *[f"{kind}_split: {split}" for kind, split in used.items()], *more]  # fmt: skip
+        (folder / f"{name}.yaml").write_text("\n".join(lines) + "\n")
+    return folder
+
+
 def test_the_papers_tasks_as_the_harness_defines_them(tmp_path, dataset, capsys, monkeypatch):  # noqa: F811
-    """The harness's own definitions on local stand-ins of their data: the shots, the metric of the paper's Table 3, and a group's items
-    pooled. Code is run by a stand-in for the scorer that the harness fetches from the hub."""
+    """The shots, the metric of the paper's Table 3, and a group's items pooled. Code is run by a stand-in for the scorer that the harness
+    fetches from the hub."""
     import evaluate
 
     ran = []
@@ -414,21 +405,14 @@ def test_the_papers_tasks_as_the_harness_defines_them(tmp_path, dataset, capsys,
 
     monkeypatch.setattr(evaluate, "load", lambda name: SimpleNamespace(compute=compute))
     maths = [{"problem": f"What is {i} + {i}?", "solution": f"It is $\\boxed{{{2 * i}}}$.", "level": "Level 1", "type": "Algebra"} for i in range(4)]
-    data = {
-        "gsm8k": ("gsm8k/gsm8k.yaml", [{"question": f"{i} + {i}?", "answer": f"It is so.\n#### {2 * i}"} for i in range(8)]),
-        "math_a": ("minerva_math/minerva_math_algebra.yaml", maths),
-        "math_b": ("minerva_math/minerva_math_geometry.yaml", maths),
-        "humaneval": ("humaneval/humaneval.yaml", [{"task_id": str(i), "prompt": f"def f{i}(x):\n", "test": "def check(f): pass", "entry_point": f"f{i}"} for i in range(4)]),
-        "mbpp": ("mbpp/mbpp.yaml", [{"task_id": i, "text": f"write f{i}", "code": "", "test_list": ["assert 1"] * 3} for i in range(4)]),
-    }
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    for name, (stock, rows) in data.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        splits = "training_split: train\nfewshot_split: train\n" if name == "gsm8k" else "training_split: null\n"
-        files = "".join(f"    {split}: {folder}/{name}.jsonl\n" for split in ("train", "test"))
-        (folder / f"{name}.yaml").write_text(f"include: {STOCK}/{stock}\ntask: {name}\ntag: []\ndataset_path: json\ndataset_name: null\n{splits}dataset_kwargs:\n  data_files:\n{files}"
-                                             "generation_kwargs:\n  until: ['zz']\n  max_gen_toks: 8\n  do_sample: false\n")  # fmt: skip
+    test, short = {"test": "test"}, ["generation_kwargs: {until: ['zz'], max_gen_toks: 8, do_sample: false}"]
+    folder = stock_files(tmp_path / "tasks", {
+        "gsm8k": ("gsm8k/gsm8k.yaml", {"training": "train", "test": "test"}, [{"question": f"{i} + {i}?", "answer": f"It is so.\n#### {2 * i}"} for i in range(8)], ["fewshot_split: train", *short]),
+        "math_a": ("minerva_math/minerva_math_algebra.yaml", test, maths, short),
+        "math_b": ("minerva_math/minerva_math_geometry.yaml", test, maths, short),
+        "humaneval": ("humaneval/humaneval.yaml", test, [{"task_id": str(i), "prompt": f"def f{i}(x):\n", "test": "def check(f): pass", "entry_point": f"f{i}"} for i in range(4)], short),
+        "mbpp": ("mbpp/mbpp.yaml", test, [{"task_id": i, "text": f"write f{i}", "code": "", "test_list": ["assert 1"] * 3} for i in range(4)], short),
+    })  # fmt: skip
     (folder / "group.yaml").write_text("group: minerva_math\ntask: [math_a, math_b]\naggregate_metric_list:\n  - metric: math_verify\n    weight_by_size: true\n")
     a, b = (save(drawn(method, seed), tmp_path / method, dataset) for method, seed in (("baseline", 1), ("delta", 2)))
     main(a, b, "--tasks=gsm8k,minerva_math,humaneval,mbpp", f"--include_path={folder}", "--run_code", f"--out={tmp_path}/x.json")
@@ -439,21 +423,15 @@ def test_the_papers_tasks_as_the_harness_defines_them(tmp_path, dataset, capsys,
     assert all(c["test"] == "McNemar, exact" for c in report["comparisons"])
 
 
-def test_full_protocol(tmp_path, dataset, capsys):  # noqa: F811
-    """The harness's own WikiText-2, LAMBADA and HellaSwag, whole, on local stand-ins, and labelled as the harness's."""
-    data = {
-        "wikitext": ("wikitext/wikitext.yaml", [{"page": f" = Page {i} = \n\n It is @-@ said , that page {i} says little . \n" * (1 + i)} for i in range(5)]),
-        "lambada_openai": ("lambada/lambada_openai.yaml", [{"text": f"story {i} ends with the word end{i}"} for i in range(6)]),
-        "hellaswag": ("hellaswag/hellaswag.yaml", [{"ctx_a": f"A man {i}.", "ctx_b": "he", "activity_label": "Walking", "endings": ["walks", "talks far too much", "is", "sits"], "label": "2"} for i in range(7)]),
-    }  # fmt: skip
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    for name, (stock, rows) in data.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        split = "validation" if name == "hellaswag" else "test"
-        others = "".join(f"{other}_split: null\n" for other in ("training", "validation", "test") if other != split)
-        (folder / f"{name}.yaml").write_text(f"include: {STOCK}/{stock}\ntask: {name}\ntag: []\ndataset_path: json\ndataset_name: null\n{others}{split}_split: {split}\n"
-                                             f"dataset_kwargs:\n  data_files:\n    {split}: {folder}/{name}.jsonl\n")  # fmt: skip
+def test_full_protocol(tmp_path, dataset):  # noqa: F811
+    """The harness's own WikiText-2, LAMBADA and HellaSwag, whole, and labelled as the harness's."""
+    stories = [{"text": f"story {i} ends with the word end{i}"} for i in range(6)]
+    men = [{"ctx_a": f"A man {i}.", "ctx_b": "he", "activity_label": "Walking", "endings": ["walks", "talks far too much", "is", "sits"], "label": "2"} for i in range(7)]
+    folder = stock_files(tmp_path / "tasks", {
+        "wikitext": ("wikitext/wikitext.yaml", {"test": "test"}, [{"page": f" = Page {i} = \n\n It is @-@ said , that page {i} says little . \n" * (1 + i)} for i in range(5)], []),
+        "lambada_openai": ("lambada/lambada_openai.yaml", {"test": "test"}, stories, []),
+        "hellaswag": ("hellaswag/hellaswag.yaml", {"validation": "validation"}, men, []),
+    })  # fmt: skip
     a, b = (save(drawn(method, seed), tmp_path / method, dataset) for method, seed in (("baseline", 1), ("hc", 2)))
     main(a, b, "--protocol=full", f"--include_path={folder}", f"--out={tmp_path}/x.json")
     report = json.loads((tmp_path / "x.json").read_text())
