@@ -14,10 +14,12 @@ numbers of sources N and summed over N = 1..S by linear interpolation; `+ adds` 
 one tensor per source and site. Floor: the bytes that our scheme has to move, at the bandwidth measured by a large copy.
 Step: forward, backward, clipping and fused AdamW of the whole compiled model, forward and backward replayed as one CUDA graph; `without graph`
 is the rate in tokens per second when every kernel is launched by itself.
-Decode: sample.py's own loop with a bf16 model of random weights, greedy, each step a replayed CUDA graph. From a prompt of 16 and of 1,024 tokens 64 new ones
-are made, into a cache of just that length; the first four are not timed, of the others the median over windows of 12.
+Decode: sample.py's own loop with random weights, greedy, each step a replayed CUDA graph. The matrices are bf16, norms and routing fp32, as eval.py has them.
+From a prompt of 16 and of 1,024 tokens 64 new ones are made, with a cache of just that length; the first four are not timed, of the others the median over
+windows of 12.
 """
 import gc
+import itertools
 import json
 import math
 import os
@@ -476,10 +478,10 @@ def fill(scale, method, param_dtype):
 def decode(scale, method, warm=4, windows=5, size=12):
     """{"1 x 16": milliseconds per step of generation at batch 1 from 16 tokens of context, ...}"""
     new, ms = warm + windows * size, {}
-    model = build(scale, method, max(DECODE_CONTEXTS) + new, DTYPE).eval().requires_grad_(False)
+    model = inference_model(scale, method, max(DECODE_CONTEXTS) + new)
     n_ids = model.config.vocab_size
-    for B in DECODE_BATCHES:
-        for context in DECODE_CONTEXTS:
+    for B, context in itertools.product(DECODE_BATCHES, DECODE_CONTEXTS):
+        with torch.autocast(DEVICE, DTYPE, enabled=CUDA):
             tokens, times = generate(model, torch.randint(0, n_ids, (B, context), device=DEVICE), new, n_ids, temperature=0), []
             for _ in range(warm):  # the prompt, and the recording of the graph
                 next(tokens)
@@ -492,8 +494,16 @@ def decode(scale, method, warm=4, windows=5, size=12):
                 if CUDA:
                     torch.cuda.synchronize()
                 times.append((time.perf_counter() - start) * 1e3 / size)
-            ms[f"{B} x {context}"] = statistics.median(times)
+        ms[f"{B} x {context}"] = statistics.median(times)
     return ms
+
+
+def inference_model(scale, method, block_size):
+    model = build(scale, method, block_size, torch.float32).eval().requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+            module.to(DTYPE)
+    return model
 
 
 # ----------------------------------------------------------------------------------------------------------------------
