@@ -327,14 +327,17 @@ def protocol_data(folder):
 
     rows = {}
     for name, (hub, config, split) in HUB.items():
-        file = next((p for p in (Path(folder or "", f"{name}.jsonl"), Path(folder or "", f"{name}.parquet")) if p.is_file()), None)
-        if folder and file is None:
+        kind = next((kind for kind in ("jsonl", "parquet") if folder and Path(folder, f"{name}.{kind}").is_file()), None)
+        if folder and kind is None:
             raise UserError(f"--protocol_data={folder} has no {name}.jsonl or {name}.parquet: put it there, or leave the flag away to take all from the hub")
         try:
-            found = load_dataset("parquet" if file.suffix == ".parquet" else "json", data_files=str(file), split="train") if folder else load_dataset(hub, config, split=split)
+            if folder:
+                found = load_dataset(kind.removesuffix("l"), data_files=f"{folder}/{name}.{kind}", split="train")
+            else:
+                found = load_dataset(hub, config, split=split)
             rows[name] = found.select_columns(["ctx", "endings", "label"] if name == "hellaswag" else ["text"]).to_list()
         except Exception as error:  # no network, a damaged file, another column: one remedy
-            raise UserError(f"{name} cannot be read from {file if folder else hub} ({first_line(error)}): give --protocol_data= a folder with wikitext, lambada and hellaswag as .jsonl or .parquet") from error
+            raise UserError(f"{name} cannot be read from {folder or hub} ({first_line(error)}): give --protocol_data= a folder with wikitext, lambada and hellaswag as .jsonl or .parquet") from error
     return rows
 
 
@@ -429,7 +432,8 @@ def load_tasks(names, args):
         if unsafe and not args.run_code:
             raise UserError(f"{task} runs code that the model wrote, on this machine and with your rights: if you want that, in a container say, add --run_code")
 
-    os.environ |= {"HF_ALLOW_CODE_EVAL": "1"} if args.run_code else {}
+    if args.run_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if args.include_path and not Path(args.include_path).is_dir():
         raise UserError(f"--include_path={args.include_path} is no folder: give one with task files (.yaml)")
