@@ -3,13 +3,13 @@
     python sample.py out/demo_mhar --prompt="def main("
     python sample.py out/mhar_1b_mhar --prompt="The capital of France" --temperature=0 --max_new_tokens=30
     python sample.py out/demo_mhar --num_samples=4 --top_p=0.9 --seed=1
+    python sample.py out/my_import --prompt="Once" --tokenizer=my_model/tokenizer.json   # an imported model whose tokenizer has no name here
 """
 import torch
 
 from configurator import Parser, UserError, cli
 from model import KVCache
-from prepare_data import load_tokenizer
-from train import check_device, load_model
+from train import check_device, find_checkpoint, read_meta
 
 
 def choose(logits, temperature, top_k, top_p, generator):
@@ -83,15 +83,22 @@ def main():
     parser.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest that make up this share")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
     parser.add_argument("--num_samples", type=int, default=1, help="how many, drawn side by side (default 1)")
+    parser.add_argument("--tokenizer", help="bytes, qwen3, llama3, gpt2 or the path of a tokenizer.json; default: the checkpoint's")
     parser.add_argument("--weights", choices=["raw", "ema"], default="raw", help="ema: the running average, of a run with --ema_decay=")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.set_defaults(prefix_token="auto", dtype=None, block_size=None, batch_size=1)  # of eval.py's options
     args = parser.parse_args()
     if not 0 <= args.temperature < 1e9 or 0 < args.temperature < 1e-6 or not 0 <= args.seed < 2**63 or args.top_k < 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1 or args.num_samples < 1:
         raise UserError("--temperature (0, or 1e-6 and more), --top_k and --seed are 0 or more, --top_p is over 0 and at most 1, --max_new_tokens and --num_samples are 1 or more")
-    device = check_device(args.device)
-    model, meta = load_model(args.ckpt, device, torch.bfloat16 if device.type == "cuda" else torch.float32, args.weights)
-    tokenizer = load_tokenizer(meta["data"]["tokenizer"])
-    ids = tokenizer.encode(args.prompt).astype("int64").tolist() or [tokenizer.eot]
+    check_device(args.device)
+    folder = find_checkpoint(args.ckpt)
+    if folder is None:
+        raise UserError(f"{args.ckpt} is not a checkpoint: give a folder with meta.json, or a run's folder with `latest`")
+    from eval import Checkpoint, load_text  # here and not above, because eval.py draws with what this file defines
+
+    text = load_text(args.ckpt, read_meta(folder), args)
+    ckpt = Checkpoint(args.ckpt, text, args)
+    model, ids = ckpt.model, text.encode(args.prompt) or [text.prefix]
     if len(ids) >= model.config.block_size:
         raise UserError(f"the prompt's {len(ids)} tokens fill the model's block_size={model.config.block_size}: shorten it")
     if len(ids) + args.max_new_tokens > model.config.block_size:
@@ -99,25 +106,26 @@ def main():
             f"the prompt's {len(ids)} tokens and --max_new_tokens={args.max_new_tokens} do not fit into the model's block_size={model.config.block_size}: "
             f"shorten it, or give --max_new_tokens={model.config.block_size - len(ids)} or less"
         )
-    prompt = torch.tensor([ids] * args.num_samples, device=args.device)
-    texts, running = [[] for _ in range(args.num_samples)], [True] * args.num_samples
+    prompt = torch.tensor([ids] * args.num_samples, device=ckpt.device)
+    drawn, running = [[] for _ in range(args.num_samples)], [True] * args.num_samples
     print(args.prompt, end="" if args.num_samples == 1 else "\n", flush=True)
     shown = ""
-    for token in generate(model, prompt, args.max_new_tokens, tokenizer.n_ids, args.temperature, args.top_k, args.top_p, args.seed):
-        for i, t in enumerate(token.tolist()):
-            running[i] &= t != tokenizer.eot
-            if running[i]:
-                texts[i].append(t)
-        text = tokenizer.decode(texts[0])
-        if args.num_samples == 1 and not text.endswith("\ufffd"):  # a token may end within a character
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
-        if not any(running):
-            break
+    with ckpt.autocast():
+        for token in generate(model, prompt, args.max_new_tokens, text.n_ids, args.temperature, args.top_k, args.top_p, args.seed):
+            for i, t in enumerate(token.tolist()):
+                running[i] &= t != text.eot
+                if running[i]:
+                    drawn[i].append(t)
+            said = text.decode(drawn[0])
+            if args.num_samples == 1 and not said.endswith("\ufffd"):  # a token may end within a character
+                print(said[len(shown) :], end="", flush=True)
+                shown = said
+            if not any(running):
+                break
     print()
     if args.num_samples > 1:
-        for i, text in enumerate(texts):
-            print(f"--- {i + 1}\n{tokenizer.decode(text)}")
+        for i, new in enumerate(drawn):
+            print(f"--- {i + 1}\n{text.decode(new)}")
 
 
 if __name__ == "__main__":
