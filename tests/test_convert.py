@@ -2,7 +2,6 @@
 
     python -m pytest tests/test_convert.py
 """
-import errno
 import hashlib
 import json
 import os
@@ -104,18 +103,6 @@ def stored(folder):
 
 
 # ---- what it computes -----------------------------------------------------------------------------------------------------
-def test_copies_without_the_kernel_are_the_same(source, tmp_path, monkeypatch):
-    def other_disk(*args):
-        raise OSError(errno.EXDEV, "Invalid cross-device link")
-
-    convert("import", source[FIRST], tmp_path / "a")
-    monkeypatch.setattr(os, "copy_file_range", other_disk)
-    monkeypatch.setattr(convert_8b, "PIECE", 1_000)
-    convert("import", source[FIRST], tmp_path / "b")
-    for a in (tmp_path / "a").glob("*.safetensors"):
-        assert a.read_bytes() == (tmp_path / "b" / a.name).read_bytes()
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back(name, source, tmp_path):
     """Logits of the whole model equal those of transformers, with and without routing; verify says so; exported, every bit is the source's."""
@@ -130,6 +117,7 @@ def test_there_and_back(name, source, tmp_path):
         assert torch.equal(our_logits(plain, compute), our_logits(delta, compute))
     assert convert("verify", src, delta, f"--length={T}", "--tolerance=2e-5") == 0
     assert convert("verify", plain, delta, "--tolerance=0", "--dtype=bfloat16") == 0
+    assert convert("verify", src, delta, f"--length={T}", "--dtype=bfloat16") == 0
 
     convert("export", plain, back)
     assert json.loads((src / "config.json").read_text()) == json.loads((back / "config.json").read_text())
@@ -203,10 +191,15 @@ def interleaved(x, rope):
     return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2).to(x.dtype)
 
 
-def test_verify_fails_a_wrong_rotary_layout(source, tmp_path, monkeypatch):
+@pytest.mark.parametrize("wrong_in, fails", [((torch.float32, torch.bfloat16), ["float32", "bfloat16"]), ((torch.bfloat16,), ["bfloat16"])])
+def test_verify_fails_a_wrong_rotary_layout(wrong_in, fails, source, tmp_path, monkeypatch):
+    """Also one that is wrong in bfloat16 alone: what bfloat16 costs is measured on the source."""
     convert("import", source[FIRST], tmp_path / "a")
-    monkeypatch.setattr(model, "rotate", interleaved)
-    assert convert("verify", source[FIRST], tmp_path / "a", f"--length={T}") == 1
+    right = model.rotate
+    monkeypatch.setattr(model, "rotate", lambda x, rope: (interleaved if x.dtype in wrong_in else right)(x, rope))
+    for dtype in fails:
+        assert convert("verify", source[FIRST], tmp_path / "a", f"--length={T}", f"--dtype={dtype}") == 1
+    assert convert("verify", source[FIRST], tmp_path / "a", f"--length={T}") == ("float32" in fails)
 
 
 @pytest.mark.parametrize("field, value", [("norm_eps", 1e-6), ("rope_theta", 4e5), ("rope_scaling", None), ("rope_scaling", SCALING | {"factor": 7.0}), ("n_kv_head", 1), ("head_dim", 16)])
@@ -221,7 +214,8 @@ def test_verify_fails_a_wrong_number(field, value, source, tmp_path, monkeypatch
     meta = train.read_meta(tmp_path / "a")
     meta["model_config"][field] = value
     (tmp_path / "a/meta.json").write_text(json.dumps(meta))
-    assert convert("verify", source[FIRST], tmp_path / "a", f"--length={T}") == 1
+    for dtype in ("float32", "bfloat16"):  # which alone would hide an eps: it moves the logits by 1/30 of what bfloat16 does
+        assert convert("verify", source[FIRST], tmp_path / "a", f"--length={T}", f"--dtype={dtype}") == 1
 
 
 @pytest.mark.parametrize("a, b", [("mlp.gate_proj", "mlp.up_proj"), ("attn.k_proj", "attn.v_proj"), ("attn.norm", "mlp.norm"), ("attn.q_norm", "attn.k_norm")])
@@ -480,6 +474,12 @@ def test_mistakes(source, tmp_path, monkeypatch):
     wrong(["from 0 to 319"], "verify", src, tmp_path / "a", "--tokens=1,320")
     wrong(["separated by commas"], "verify", src, tmp_path / "a", "--tokens=one")
     wrong(["no tokenizer is known", "--tokens="], "verify", src, tmp_path / "a", "--text=hello")
+    wrong(["--device=foo is not a device"], "verify", src, tmp_path / "a", "--device=foo")
+    wrong(["kernel=triton cannot run", "kernel=torch"], "verify", src, tmp_path / "a", "--kernel=triton")
+    with monkeypatch.context() as two:
+        two.setattr(torch.cuda, "is_available", lambda: True)
+        two.setattr(torch.cuda, "device_count", lambda: 2)
+        wrong(["--device=cuda:7", "2 GPUs", "cuda:0..1"], "verify", src, tmp_path / "a", "--device=cuda:7")
     assert convert("verify", src, tmp_path / "a", "--tokens=5,6,7") == 0
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be made"):
