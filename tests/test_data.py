@@ -545,7 +545,7 @@ def test_a_source_that_changes_between_two_runs(tmp_path, monkeypatch, capsys):
             data.prepare(settings)
     jsonl(tmp_path / "1.jsonl", articles(51, 12))
     data.prepare(settings)
-    assert "2 of 3 units are done, 1 are of other settings or files that changed" in capsys.readouterr().out
+    assert "2 of 3 units are done; 1 of other settings or changed files are not used" in capsys.readouterr().out
     data.prepare(dataclasses.replace(settings, out_dir=f"{tmp_path}/fresh"))
     for name in ("train.bin", "val.bin"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "fresh" / name).read_bytes()
