@@ -54,9 +54,7 @@ def hf_name(name):
     return f"model.layers.{i}.{PARTS[part]}.weight"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What lies in a folder
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- What lies in a folder -------------------------------------------------------------------------------------------
 @dataclass
 class Stored:
     """A tensor in a safetensors file."""
@@ -71,13 +69,9 @@ class Stored:
         with safe_open(self.file, "pt") as f:
             return f.get_tensor(self.name)
 
-    @property
-    def numel(self):
-        return math.prod(self.shape)
-
-    @property
-    def size(self):
-        return self.numel * DTYPES[self.dtype].itemsize
+    def size(self, dtype=None):
+        """Bytes, in a torch dtype or in its own."""
+        return math.prod(self.shape) * (dtype or DTYPES[self.dtype]).itemsize
 
 
 @dataclass
@@ -164,9 +158,7 @@ def model_of(config, found, where, there=str):
     return {ours[n][0]: t for n, t in found.items()}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# config.json. A key is read, must have a certain value, or has nothing to do with what the model computes; any other is refused.
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- config.json. A key is read, must have a certain value, or has nothing to do with what the model computes; any other is refused. ----
 FIELDS = {"block_size": "max_position_embeddings", "vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size",
           "n_kv_head": "num_key_value_heads", "head_dim": "head_dim", "ffn_dim": "intermediate_size", "norm_eps": "rms_norm_eps", "tie_embeddings": "tie_word_embeddings"}  # fmt: skip
 TYPES = {"rms_norm_eps": float, "rope_theta": float, "tie_word_embeddings": bool, "rope_scaling": dict, "rope_parameters": dict}  # the others are int
@@ -205,10 +197,9 @@ def trunk_config(c, where):
             refuse(key, f"only {json.dumps(FIXED[key])} is")
         if key not in known and not key.startswith("_") and value is not None:
             refuse(key, "if it does not change what the model computes, take it out")
-    if c.get("sliding_window") is not None and "use_sliding_window" not in c:
-        refuse("sliding_window", "attention here is full")
-    if set(c.get("layer_types") or ()) - {"full_attention"}:
-        refuse("layer_types", "attention here is full")
+    sliding = {"sliding_window": c.get("sliding_window") is not None and "use_sliding_window" not in c, "layer_types": set(c.get("layer_types") or ()) - {"full_attention"}}
+    for key in (key for key, found in sliding.items() if found):
+        refuse(key, "attention here is full")
 
     rope, key = {**read("rope_scaling", {}), **read("rope_parameters", {})}, "rope_parameters" if c.get("rope_parameters") else "rope_scaling"
     scaling = rope.get("rope_type", rope.get("type", "default"))
@@ -305,9 +296,7 @@ def same_bytes(a, b):
     return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(a.load().view(torch.uint8), b.load().view(torch.uint8))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Writing
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- Writing ---------------------------------------------------------------------------------------------------------
 @contextmanager
 def new_folder(dst, size):
     """A folder to write `size` bytes into, which takes its name only when all of it is on disk. UserError if it exists or cannot be written."""
@@ -343,19 +332,15 @@ def sync(path):
     os.close(fd)
 
 
-def write_shards(folder, tensors, progress, dtype=None):
-    """Write tensors {new name: Stored} as model.safetensors, or as shards of up to SHARD bytes, in their order, so that each file is read once
-    from end to end; in the precision they have, or cast to the torch dtype. -> {name: file name}"""
-    precision = lambda name: dtype or DTYPES[tensors[name].dtype]
-    codes = {t: code for code, t in DTYPES.items()}
-    sizes = {name: t.numel * precision(name).itemsize for name, t in tensors.items()}
-    shards, filled, where = [[]], 0, {}  # shards: lists of names
-    for name, size in sizes.items():
-        if shards[-1] and filled + size > SHARD:
+def write_tensors(folder, tensors, progress, dtype=None, more=None):
+    """Write tensors {new name: Stored} as model.safetensors, or as shards of up to SHARD bytes and an index; in their order, so that each file is
+    read once from end to end; in the precision they have, or cast to the torch dtype. more {name: tensor} go into ROUTING, which the index then lists, too."""
+    precision, codes = lambda name: dtype or DTYPES[tensors[name].dtype], {t: code for code, t in DTYPES.items()}
+    sizes, shards, where = {name: t.size(dtype) for name, t in tensors.items()}, [[]], {}  # shards: lists of names
+    for name in tensors:
+        if shards[-1] and sum(sizes[n] for n in shards[-1]) + sizes[name] > SHARD:
             shards.append([])
-            filled = 0
         shards[-1].append(name)
-        filled += size
     for i, names in enumerate(shards):
         file = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         names.sort(key=lambda name: -precision(name).itemsize)  # wide ones first keeps every tensor aligned
@@ -370,16 +355,16 @@ def write_shards(folder, tensors, progress, dtype=None):
                 for piece in tensors[name].load().flatten().split(PIECE):
                     progress.update(f.write(piece.to(precision(name)).view(torch.uint8).numpy()))
         where |= dict.fromkeys(names, file)
-    return where
+    if more:
+        save_file(more, folder / ROUTING)
+        where |= dict.fromkeys(more, ROUTING)
+        sizes |= {name: t.nbytes for name, t in more.items()}
+    if len(set(where.values())) > 1:
+        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(where.items()))})
 
 
 def write_json(file, content):
     file.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def write_index(folder, where, size):
-    if len(set(where.values())) > 1:
-        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))})
 
 
 def provenance(file):
@@ -395,9 +380,7 @@ def bar(size, what):
     return tqdm(total=size, unit="B", unit_scale=True, desc=what, dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# import, export
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- import, export --------------------------------------------------------------------------------------------------
 def import_(args):
     src = Path(args.src)
     if not (src / "config.json").is_file():
@@ -415,14 +398,10 @@ def import_(args):
         raise UserError(error) from error
 
     routing = given or identity(config)
-    size, numel, added = sum(t.size for t in trunk.values()), sum(t.numel for t in trunk.values()), sum(t.numel() for t in routing.values())
+    size, numel, added = sum(t.size() for t in trunk.values()), sum(math.prod(t.shape) for t in trunk.values()), sum(t.numel() for t in routing.values())
     precisions = {code: sum(t.dtype == code for t in trunk.values()) for code in {t.dtype for t in trunk.values()}}
     with new_folder(args.dst, size + 8 * added) as part, bar(size, "import") as progress:
-        where = write_shards(part, trunk, progress)
-        if routing:
-            save_file(routing, part / ROUTING)
-            where |= dict.fromkeys(routing, ROUTING)
-        write_index(part, where, size + 4 * added)
+        write_tensors(part, trunk, progress, more=routing)
         origin = {"source": str(src.absolute()), "config": side.hf, "files": {f.name: provenance(f) for f in side.files}, "tensors": len(side.tensors), "precisions": precisions,
                   "added": [] if given else sorted(routing), "left_out": side.dropped}  # fmt: skip
         param_dtype = str(DTYPES[max(precisions, key=precisions.get)]).removeprefix("torch.")
@@ -461,11 +440,11 @@ def export(args):
     trunk, routing = {hf_name(name): t for name, t in side.trunk.items()}, {name: t.float() for name, t in side.routing.items()}
     stored = {DTYPES[t.dtype] for t in trunk.values()}
     c = hf_config(side, dtype or (stored.pop() if len(stored) == 1 else None))
-    kind, size = c["model_type"], sum(t.numel * (dtype or DTYPES[t.dtype]).itemsize for t in trunk.values())
+    kind, size = c["model_type"], sum(t.size(dtype) for t in trunk.values())
     base = Path(side.origin.get("source", "/nowhere"))
     copied = [f for f in TOKENIZER_FILES if (base / f).is_file()]
     with new_folder(args.dst, size + 4 * sum(t.numel() for t in routing.values())) as part, bar(size, "export") as progress:
-        write_index(part, write_shards(part, trunk, progress, dtype), size)
+        write_tensors(part, trunk, progress, dtype)
         for f in copied:
             shutil.copyfile(base / f, part / f)
         if routing:
@@ -507,9 +486,7 @@ The stream itself stays x <- x + f(h).
 """
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# verify
-# ----------------------------------------------------------------------------------------------------------------------
+# ---- verify ----------------------------------------------------------------------------------------------------------
 def fill(module, tensors, device, dtype):
     """Give a module on the meta device its weights, of {name in it: Stored}."""
     module.load_state_dict({name: tensors[name].load().to(device).to(dtype) for name, _ in module.named_parameters()}, assign=True)
@@ -597,10 +574,10 @@ def verify(args):
     print(f"text        {what}: positions 0..{idx.size(1) - 1}" + (f", beyond the context of {longest:,} that was configured" if idx.size(1) > longest else ""))
 
     common, equal = [name for name in src.trunk if name in dst.trunk], 0
-    with bar(sum(src.trunk[name].size for name in common), "tensors") as progress:
+    with bar(sum(src.trunk[name].size() for name in common), "tensors") as progress:
         for name in common:
             equal += same_bytes(src.trunk[name], dst.trunk[name])
-            progress.update(src.trunk[name].size)
+            progress.update(src.trunk[name].size())
     print(f"tensors     {equal} of {len(common)} of the trunk's are equal bit for bit")
 
     theirs = [side for side in (src, dst) if side.hf and side.config.residual == "baseline"]
