@@ -151,10 +151,8 @@ def find_dataset(name):
 def window_count(bin, block_size):
     tokens = len(bin.tokens)
     if tokens < block_size + 1:
-        raise UserError(
-            f"{bin.path.stem} split ({bin.path}) has {tokens:,} tokens, fewer than one window of block_size + 1 = {block_size + 1:,}; "
-            "lower --block_size or prepare more text"
-        )
+        raise UserError(f"{bin.path.stem} split ({bin.path}) has {tokens:,} tokens, fewer than one window of block_size + 1 = {block_size + 1:,}; "
+                        "lower --block_size or prepare more text")  # fmt: skip
     return (tokens - 1) // block_size
 
 
@@ -761,7 +759,7 @@ def prepare(settings, wait=False):
     except OSError as error:
         if isinstance(error, BrokenPipeError):  # nobody reads what is printed
             raise
-        raise UserError(f"{error.filename or out}: {first_line(error)}; see to that, then the same command continues") from error
+        raise UserError(f"{error.filename or out}: {error.strerror or first_line(error)}; see to that, then the same command continues") from error
     return out
 
 
@@ -838,7 +836,8 @@ def make(missing, sources, shares, units, settings, recipe, out):
         path.unlink()
     earlier, known = {path.stem for path in parts.glob("*.json")}, {unit_name(unit, settings) for unit in units}
     if earlier:
-        print(f"continuing {parts}: {len(earlier & known)} of {len(units)} units are done; {len(earlier - known)} of other settings or changed files are not used")
+        useless = f"{len(earlier - known)} of other settings or changed files are not used"
+        print(f"continuing {parts}: {len(earlier & known)} of {len(units)} units are done; {useless}")
     workers = min(settings.workers or core_count(), len(units))
     with worker_pool(workers) as pool:
         targets = [share * settings.size if settings.size else np.inf for share in shares or [1] * len(sources)]
@@ -853,8 +852,8 @@ def make(missing, sources, shares, units, settings, recipe, out):
                 shutil.rmtree(parts)
                 if not runs:
                     raise UserError(f"{settings.source}: no document in it ({empty} empty ones); choose another --source")
-                raise UserError(f"{settings.source}: the {split} split would be empty: no hash of a text falls there at val_fraction={settings.val_fraction}; give "
-                                "more documents, another --val_fraction, or --val_protocol=paper --val_fraction=1 (val = train)")  # fmt: skip
+                raise UserError(f"{settings.source}: the {split} split would be empty: at val_fraction={settings.val_fraction} no text has its hash there; "
+                                "give more documents, another --val_fraction, or --val_protocol=paper --val_fraction=1 (val = train)")  # fmt: skip
         whole = {split: parts / f"{split}.{digest(recipe)[:16]}.bin" for split in missing}
         for split, path in whole.items():
             if not path.exists():

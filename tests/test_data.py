@@ -49,6 +49,14 @@ def make_bin(path, tokens, **header):
     return data.open_bin(path)
 
 
+def both(folder):
+    return [(folder / f"{split}.bin").read_bytes() for split in ("train", "val")]
+
+
+def payload(folder):
+    return [np.array(data.open_bin(folder / f"{split}.bin").tokens).tobytes() for split in ("train", "val")]
+
+
 def documents(path):
     """The decoded documents of a .bin file."""
     bin = data.open_bin(path)
@@ -155,20 +163,11 @@ def test_files_that_are_not_whole_or_not_ours(tmp_path):
     refused("no such file")
     make_bin(path, range(1000))
     whole = path.read_bytes()
-    path.write_bytes(whole[:-4])
-    refused("truncated")
-    path.write_bytes(whole + b"1234")
-    refused("longer")
-    path.write_bytes(whole[:100])
-    refused("header")
-    path.write_bytes(np.arange(5000, dtype=np.uint16).tobytes())
-    refused("header")
-    path.write_bytes(b"")
-    refused("header")
-    path.write_bytes(whole.replace(b"{", b"[", 1))
-    refused("header")
-    path.write_bytes(whole.replace(b'"version": 1', b'"version": 9'))
-    refused("version 9")
+    headless = [b"", whole[:100], np.arange(5000, dtype=np.uint16).tobytes(), b"x" + whole[1:], whole.replace(b"{", b"[", 1)]
+    wrong = [(whole[:-4], "truncated"), (whole + b"1234", "longer"), (whole.replace(b'"version": 1', b'"version": 9'), "version 9")]
+    for content, word in [*wrong, *((content, "header") for content in headless)]:
+        path.write_bytes(content)
+        refused(word)
     path.write_bytes(whole)
     assert data.open_bin(path).tokens[-1] == 999
 
@@ -291,8 +290,7 @@ def test_units_and_workers_do_not_change_the_files(tmp_path, monkeypatch, ending
             (tmp_path / f"{i}.txt").write_text(text)
 
     def make(name):
-        folder = data.prepare(data.Settings(f"{tmp_path}/*.{ending}", out_dir=f"{tmp_path}/{name}", val_fraction=0.1, workers=1))
-        return [(folder / f"{split}.bin").read_bytes() for split in ("train", "val")]
+        return both(data.prepare(data.Settings(f"{tmp_path}/*.{ending}", out_dir=f"{tmp_path}/{name}", val_fraction=0.1, workers=1)))
 
     plain = make("plain")
     assert sorted(documents(tmp_path / "plain/train.bin") + documents(tmp_path / "plain/val.bin")) == sorted(texts)
@@ -301,7 +299,7 @@ def test_units_and_workers_do_not_change_the_files(tmp_path, monkeypatch, ending
     monkeypatch.setattr(data, "RANGE_TOKENS", 700)
     assert make("small units") == plain
     run(f"--source={tmp_path}/*.{ending}", f"--out_dir={tmp_path}/cli", "--val_fraction=0.1", "--workers=2")
-    assert [(tmp_path / f"cli/{split}.bin").read_bytes() for split in ("train", "val")] == plain
+    assert both(tmp_path / "cli") == plain
 
 
 def test_small_corpora(tmp_path):
@@ -323,13 +321,16 @@ def test_small_corpora(tmp_path):
 def test_nothing_is_overwritten(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", articles(60))
     args = [f"--source={source}", f"--out_dir={tmp_path}/out", "--val_fraction=0.2"]
+    for own in ("parts/a", ".lock"):
+        (tmp_path / "out" / own).mkdir(parents=True)
     run(*args)
-    before = (tmp_path / "out/train.bin").read_bytes()
+    before = both(tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out")) == [".lock", "parts", "train.bin", "val.bin"] and (tmp_path / "out/parts/a").exists()
     assert "there already" in run(*args)
     assert "seed" in run(*args, "--seed=1", code=2)
     jsonl(source, articles(61))
     assert "--out_dir" in run(*args, code=2)
-    assert (tmp_path / "out/train.bin").read_bytes() == before
+    assert both(tmp_path / "out") == before
 
 
 def test_a_file_found_twice_counts_once(tmp_path):
@@ -385,10 +386,6 @@ def test_wrong_input(tmp_path, args, word):
     (tmp_path / "a.docx").write_text("x")
     assert word in run(f"--out_dir={tmp_path}/out", *(arg.format(tmp=tmp_path) for arg in args), code=2)
     assert not list(tmp_path.glob("out/*.bin"))
-
-
-def payload(folder):
-    return [np.array(data.open_bin(folder / f"{split}.bin").tokens).tobytes() for split in ("train", "val")]
 
 
 def test_compressed_files_and_a_local_copy_of_a_hub_dataset(tmp_path):
@@ -526,8 +523,7 @@ def test_killed_and_continued(tmp_path):
         kills += process.returncode == -signal.SIGKILL
         assert process.returncode in (0, -signal.SIGKILL), said
     assert kills >= 2
-    for name in ("train.bin", "val.bin"):
-        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert both(folder) == both(tmp_path / "whole")
     assert sorted(path.name for path in (tmp_path / "killed").iterdir()) == ["train.bin", "val.bin"]
 
 
@@ -547,8 +543,23 @@ def test_a_source_that_changes_between_two_runs(tmp_path, monkeypatch, capsys):
     data.prepare(settings)
     assert "2 of 3 units are done; 1 of other settings or changed files are not used" in capsys.readouterr().out
     data.prepare(dataclasses.replace(settings, out_dir=f"{tmp_path}/fresh"))
-    for name in ("train.bin", "val.bin"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "fresh" / name).read_bytes()
+    assert both(tmp_path / "out") == both(tmp_path / "fresh")
+
+
+def test_a_larger_size_that_was_stopped_leaves_the_smaller_one_right(tmp_path, monkeypatch):
+    settings = data.Settings(str(jsonl(tmp_path / "a.jsonl", articles(400))), size=5000, out_dir=f"{tmp_path}/out", workers=1)
+    write_runs = data.write_runs
+
+    def write_and_stop(*args):
+        write_runs(*args)
+        raise InterruptedError("stopped")
+
+    for size, name, stop in [(5000, "merge", lambda *args: write_and_stop([], Path(), [])), (15_000, "write_runs", write_and_stop)]:
+        with monkeypatch.context() as patch, pytest.raises(UserError, match="stopped"):
+            patch.setattr(data, name, stop)
+            data.prepare(dataclasses.replace(settings, size=size))
+    data.prepare(settings)
+    assert both(tmp_path / "out") == both(data.prepare(dataclasses.replace(settings, out_dir=f"{tmp_path}/fresh")))
 
 
 def test_two_runs_at_once_and_a_full_disk(tmp_path):
