@@ -19,16 +19,13 @@ import os
 import random
 import sys
 import time
-import unicodedata
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Callable
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 from tqdm import tqdm
 
 try:  # only --tasks and --protocol=full need it
@@ -37,11 +34,10 @@ except ImportError:
     TemplateLM = object
 
 from configurator import Parser, UserError, cli
-from model import KVCache, choose_kernel
-from prepare_data import TOKENIZERS, ValWindows, find_dataset, first_line, load_tokenizer, open_bin, rank_file
+from prepare_data import ValWindows, find_dataset, first_line, load_tokenizer, open_bin, rank_file
 from report import table
-from sample import choose, recorded
-from train import check_device, find_checkpoint, load_model, read_meta
+from sample import generate, load_for_inference, load_text
+from train import check_device, find_checkpoint, read_meta
 
 # task: (shots, the metric that the paper's Table 3 reports). It does not say how many shots MMLU had; five is the custom.
 PAPER = {"mmlu": (5, "acc,none"), "gpqa_main_zeroshot": (0, "acc,none"), "gsm8k": (5, "exact_match,strict-match"), "minerva_math": (4, "math_verify,none"),
@@ -96,78 +92,6 @@ def compare(a, b, seed):
     return found | {"test": "paired bootstrap", "mean_difference": mean, "low": low, "high": high, "seed": seed, "words": words}
 
 
-# ---- Tokenizers: prepare_data.py's, or the tokenizer.json of an imported model ---------------------------------------------------------------------
-@dataclass
-class Text:
-    """A tokenizer and what stands before a text. plain(text) -> list of ids; decode(ids) -> text; ids from n_ids on are padding rows of the
-    model; bos is None where the tokenizer has none. prefix stands before an empty context and a whole text; if it is bos, before every prompt."""
-
-    name: str
-    plain: Callable
-    decode: Callable
-    n_ids: int
-    bos: int | None
-    eot: int
-    prefix: int | None = None
-
-    def encode(self, text, bos=None):
-        """Ids, with bos before them or not; None: as a prompt has it."""
-        ids = self.plain(text)
-        return [self.prefix, *ids] if (self.prefix == self.bos if bos is None else bos) and ids[:1] != [self.prefix] else ids
-
-
-def load_text(path, meta, args):
-    """The Text of a checkpoint: what --tokenizer says, or its meta.json, or else the tokenizer.json it was imported with. Its prefix is bos for an
-    imported model whose tokenizer has one, as it was trained; else eot, which stood before every document when it was trained here."""
-    origin = meta.get("origin") or {}
-    config, beside = origin.get("config") or {}, Path(origin.get("source", "/nowhere"), "tokenizer.json")
-    name = args.tokenizer or meta["data"]["tokenizer"] or (str(beside) if beside.is_file() else None)
-    if name is None:
-        raise UserError(f"{path} names no tokenizer: give --tokenizer= one of bytes, {', '.join(TOKENIZERS)}, or the path of its tokenizer.json")
-    if name == "bytes" or name in TOKENIZERS:
-        t = load_tokenizer(name)
-        plain = lambda text: t.encode(unicodedata.normalize("NFC", text) if t.nfc else text).tolist()
-        text = Text(name, plain, t.decode, t.n_ids, t.n_text if name == "llama3" else None, t.eot)
-        if meta["data"]["dataset"] is None and isinstance(config.get("eos_token_id"), int):
-            text.eot = config["eos_token_id"]  # as imported; once trained here, it is what its data has between documents
-    else:
-        text = load_tokenizer_json(Path(name), config)
-    if text.n_ids > meta["model_config"]["vocab_size"]:
-        raise UserError(f"the tokenizer {name} has {text.n_ids:,} ids, {path} only {meta['model_config']['vocab_size']:,} rows: give --tokenizer= the one it was trained with")
-    auto = text.bos if origin and text.bos is not None else text.eot
-    prefix = {"auto": auto, "bos": text.bos, "eot": text.eot}.get(args.prefix_token, args.prefix_token)
-    if not str(prefix).isdigit() or int(prefix) >= text.n_ids:
-        has = "" if text.bos is not None else f"; the tokenizer {name} puts no bos before a text"
-        raise UserError(f"--prefix_token={args.prefix_token} is none of auto, bos, eot and the ids 0 to {text.n_ids - 1}{has}")
-    text.prefix = int(prefix)
-    return text
-
-
-def load_tokenizer_json(path, config):
-    """The Text of a Hugging Face tokenizer.json or the folder it is in, without a prefix; config: the model's config.json."""
-    path = path / "tokenizer.json" if path.is_dir() else path
-    if not path.is_file():
-        raise UserError(f"--tokenizer={path}: no such file, and no tokenizer of that name: there are bytes, {', '.join(TOKENIZERS)}, and paths of a tokenizer.json")
-    try:
-        from tokenizers import Tokenizer
-
-        t = Tokenizer.from_file(str(path))
-    except ImportError as error:
-        raise UserError(f"{path} needs a package that is not here: pip install tokenizers") from error
-    except Exception as error:  # the package raises nothing narrower
-        raise UserError(f"{path} is not a tokenizer ({first_line(error)}): fetch it again") from error
-    beside = path.with_name("tokenizer_config.json")
-    said = config | (json.loads(beside.read_text()) if beside.is_file() else {})
-    eos = said.get("eos_token") or said.get("eos_token_id")
-    eos = eos[0] if isinstance(eos, list) else eos["content"] if isinstance(eos, dict) else eos
-    eot = t.token_to_id(eos) if isinstance(eos, str) else eos
-    if eot is None:
-        raise UserError(f"{path} does not say what ends a text: put a tokenizer_config.json with its eos_token beside it")
-    plain, whole = lambda text: t.encode(text, add_special_tokens=False).ids, t.encode("a").ids
-    bos = whole[0] if whole[1:] == plain("a") else None  # what the tokenizer itself puts before a text
-    return Text(str(path), plain, lambda ids: t.decode(ids, skip_special_tokens=True), t.get_vocab_size(), bos, eot)
-
-
 def token_bytes(tokenizer):
     """int64 [rows]: how many bytes of text an id spells; 0 for special tokens and padding."""
     t = load_tokenizer(tokenizer)
@@ -183,22 +107,6 @@ def token_bytes(tokenizer):
 
 
 # ---- A checkpoint that scores and generates --------------------------------------------------------------------------------------------------------
-class LeftPadded(KVCache):
-    """A KVCache for prompts of several lengths, aligned at their ends: row b begins at start[b] ([B] int64). Rotary embeddings see
-    differences of positions only, so that a row does not notice where it begins."""
-
-    def __init__(self, config, start, length, device, dtype):
-        super().__init__(config, len(start), length, device, dtype)
-        self.start = start.to(device)
-
-    def open(self, T):
-        rope, layers = super().open(T)
-        _, _, positions, causal = layers[0]
-        keys = torch.arange(causal.size(1), device=causal.device)
-        seen = (keys >= self.start[:, None, None]) | (keys == positions[:, None])  # padding sees itself: a row of nothing would be NaN
-        return rope, [(k, v, positions, (causal & seen)[:, None]) for k, v, _, _ in layers]  # mask [B, 1, T, length]
-
-
 def answer_head(n_ids, x, weight, targets, z_loss):
     """In place of the model's loss: log-probabilities of single ids among the n_ids that mean something, fp32, and whether each is the
     likeliest. targets: int64 [3, N], rows, positions and ids -> two [N]. Logits are made for these positions alone, 2,048 at a time."""
@@ -211,19 +119,12 @@ def answer_head(n_ids, x, weight, targets, z_loss):
 
 
 class Checkpoint:
-    """A model on its device, its Text (None: it is given ids alone), and how it is asked. Compute is bf16 on CUDA, as train.py's evaluation: the
-    matrices are cast once, norms and routing keep the precision they are stored in. Log-probabilities are fp32.
+    """A model on its device, its Text (None: it is given ids alone), and how it is asked. Log-probabilities are fp32.
     cut: how many inputs lost something at the left; shortened: how many were allowed fewer new tokens than they asked for."""
 
     def __init__(self, path, text, args):
         self.text, self.device, self.batch_size = text, check_device(args.device), args.batch_size
-        self.model, self.meta = load_model(path, self.device, weights=args.weights)
-        self.dtype = getattr(torch, args.dtype or ("bfloat16" if self.device.type == "cuda" else "float32"))
-        for module in self.model.modules():
-            if self.dtype == torch.float32 or isinstance(module, (nn.Linear, nn.Embedding)):
-                module.to(self.dtype)
-        self.autocast = partial(torch.autocast, self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
-        self.model.residual.kernel = choose_kernel("auto", self.model.config, self.device, self.dtype)[0]
+        self.model, self.meta, self.autocast = load_for_inference(path, self.device, args.weights, args.dtype)
         self.block_size, self.cut, self.shortened, self.first_ids = context_of(self.meta, args), 0, 0, None
 
     @torch.no_grad()
@@ -260,17 +161,13 @@ class Checkpoint:
     @torch.no_grad()
     def generate(self, prompts, stops, new, *how, generator=None):
         """Texts that go on from prompts (lists of ids), at most `new` tokens long, ending before the first of the stop strings or at the end
-        of text. how: temperature, top_k, top_p of sample.choose. Prompt and `new` together fit into block_size."""
+        of text. how: temperature, top_k, top_p of sample.py's generate. Prompt and `new` together fit into block_size."""
         longest, tail = max(map(len, prompts)), 4 + max([len(s.encode()) for s in stops], default=0)  # a token is a byte or more
         start = torch.tensor([longest - len(p) for p in prompts])
         idx = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=self.device)
-        cache, step = LeftPadded(self.model.config, start, longest + new, self.device, self.dtype), None
         texts, running = [[] for _ in prompts], [True] * len(prompts)
         with self.autocast():
-            for part in idx.split(512, 1):  # a long prompt's attention scores at once would be the most memory of all
-                logits = self.model(part, cache=cache)[:, -1]
-            for i in range(new):
-                token = choose(logits[:, : self.text.n_ids].float(), *how, generator)
+            for token in generate(self.model, idx, new, self.text.n_ids, *how, generator, start):
                 for row, id in enumerate(token.tolist()):
                     if running[row] and id != self.text.eot:
                         texts[row].append(id)
@@ -278,11 +175,8 @@ class Checkpoint:
                         running[row] = not any(s in end for s in stops)
                     else:
                         running[row] = False
-                if not any(running) or i + 1 == new:
+                if not any(running):
                     break
-                if step is None:
-                    step = recorded(self.model, token, cache) if self.device.type == "cuda" else lambda token: self.model(token[:, None], cache=cache)[:, -1]
-                logits = step(token)
         texts = [self.text.decode(ids) for ids in texts]
         return [text[: min([text.find(s) for s in stops if s in text], default=len(text))] for text in texts]
 
@@ -614,7 +508,7 @@ def main():
         measures[path] = found
         report["checkpoints"][path] = {
             "step": ckpt.meta["step"], "weights": args.weights, "residual": ckpt.model.config.residual, "route_heads": ckpt.model.config.route_heads,
-            "device": str(ckpt.device), "dtype": str(ckpt.dtype), "kernel": ckpt.model.residual.kernel, "context": ckpt.block_size, "batch_size": ckpt.batch_size,
+            "device": str(ckpt.device), "dtype": str(ckpt.model.embed.weight.dtype), "kernel": ckpt.model.residual.kernel, "context": ckpt.block_size, "batch_size": ckpt.batch_size,
             "cut_at_left": ckpt.cut, "fewer_new_tokens": ckpt.shortened, "first_ids_of_request_0": ckpt.first_ids,
             "tokenizer": text and text.name, "prefix_token": text and text.prefix, "prefix_before_every_prompt": text and text.prefix == text.bos,
             "measures": {k: {"value": m.value, "stderr": m.stderr, "items": len(m.items)} for k, m in found.items()}, "harness": details,

@@ -344,6 +344,8 @@ def check_device(name):
         raise UserError(f"--device={name} is not a device: cpu, cuda, cuda:1 or mps") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--device={name}: torch sees no CUDA GPU here; use --device=cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"--device={name}: there are {torch.cuda.device_count()} GPUs: give one of cuda:0..{torch.cuda.device_count() - 1}, or start fewer processes")
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise UserError(f"--device={name}: torch sees no Apple GPU here; use --device=cpu")
     return device
@@ -358,9 +360,7 @@ def choose_device(cfg, local_rank):
         kind, why = cfg.device, "asked for"
     device = check_device(kind)
     if device.type == "cuda":
-        device = torch.device("cuda", (device.index or 0) if "RANK" not in os.environ else local_rank)
-        if device.index >= torch.cuda.device_count():
-            raise UserError(f"{device} asked for, but there are {torch.cuda.device_count()} GPUs: give one of cuda:0..{torch.cuda.device_count() - 1}, or start fewer processes")
+        device = check_device(f"cuda:{local_rank if 'RANK' in os.environ else device.index or 0}")
         why += f", {torch.cuda.get_device_name(device)}"
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": torch.bfloat16 if device.type == "cuda" else torch.float32}[cfg.dtype]
     if cfg.param_dtype == "bfloat16":

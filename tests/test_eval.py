@@ -23,8 +23,9 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 import eval as evaluation
 import train
+from sample import LeftPadded
 from configurator import UserError
-from eval import Checkpoint, Harness, LeftPadded, Measure, bootstrap, compare, load_text, mcnemar
+from eval import Checkpoint, Harness, Measure, bootstrap, compare, load_text, mcnemar
 from prepare_data import load_tokenizer, open_bin
 from test_model import METHODS, scramble, tiny, tokens
 from test_train import dataset  # noqa: F401  (a fixture)
