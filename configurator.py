@@ -52,8 +52,10 @@ def cli(main):
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("error: " + str(error).replace("\n", " "), file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    except KeyboardInterrupt:  # no traceback, but the end that a shell's loop stops at
+        print("interrupted", file=sys.stderr)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     except BrokenPipeError:
         try:
             print(flush=True)

@@ -257,7 +257,7 @@ cli(main)
         (["--n=3"], {"RANK": "0", "LOCAL_RANK": "0"}, 2, "", "error: three lines\n"),
         (["--n=3"], {"RANK": "1", "LOCAL_RANK": "1"}, 2, "", ""),
         (["--n=4"], {}, 1, "", "Traceback"),
-        (["--n=5"], {}, -2, "", "KeyboardInterrupt"),
+        (["--n=5"], {}, -2, "", "interrupted\n"),
     ],
 )
 def test_exit_codes(tmp_path, argv, env, code, out, err):
