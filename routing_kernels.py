@@ -420,7 +420,7 @@ def backward_query(V, DS, DU, END, M, S, s0, e0, TB, H: tl.constexpr, K: tl.cons
             acc = acc + (tl.zeros([BJ, W], tl.float32),)
         for t in range(m, m_end, BM):
             token = t + a // G
-            ok = (token < m_end) & (i < e0)
+            ok = (token < m_end) & (i < tl.minimum(e0, end))  # where the forward stopped early, later sources were never written
             # sources after site j have no weight in it, and their ds was never written
             ds = tl.load(DS + ((j // G * M * H + h) * G + j % G)[:, None] * G + (token * H * G * G + a % G)[None, :],
                          mask=ok[None, :] & (j[:, None] < end) & (j[:, None] >= i[None, :]), other=0.0)  # [BJ, BM * G]
@@ -872,8 +872,10 @@ def kernel_support(device, dtype, D: int, H: int, S: int) -> str | None:
     if H > MAX_HEADS:
         return f"at most {MAX_HEADS} routing heads, not {H}"
     width = D // H
-    if not INTERPRETED and width > 160:  # the tiles of backward_inter: u, its low part, dh of two tokens and the sources, 16 rows each
-        need, limit = width * (280 if dtype == torch.float32 else 170) + 2048, torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    if not INTERPRETED and width > 160:  # the tiles of backward_inter, padding included: u, its low part, dh of two tokens and the sources, 16 rows each
+        c = _inter_config(D, H)
+        columns = c["CH"] * triton.cdiv(c["KC"], c["W"]) * c["W"]
+        need, limit = columns * (280 if dtype == torch.float32 else 170) + 2048, torch.cuda.get_device_properties(device).shared_memory_per_block_optin
         if need > limit:
             return f"a routing head {width} wide needs {need} bytes of shared memory in {dtype}, this GPU has {limit}: take more route_heads"
     if S > MAX_SITES:
