@@ -10,6 +10,7 @@ An optimizer step sees the same windows in the same order whatever the number of
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -142,14 +143,22 @@ def find_checkpoint(path):
     """CKPT, in every script: a folder with meta.json, or a run's folder with `latest` -> the folder with meta.json, or None."""
     path = Path(path)
     if (path / "latest").is_file():
-        path = path / (path / "latest").read_text().strip()
+        path = path / (path / "latest").read_text(errors="replace").strip()
     return path if (path / "meta.json").is_file() else None
 
 
+def checkpoints(out_dir):
+    """The checkpoints of a run, {step: folder}, by step. Folders of other names, step_00000500_best say, are the user's."""
+    return {int(path.name[5:]): path for path in sorted(out_dir.glob("step_" + 8 * "[0-9]"))}
+
+
 def newest_whole(out_dir):
-    """The newest checkpoint of a run that can be read: (its folder or None, what is wrong with newer ones in words)."""
-    damage = []
-    for ckpt in sorted(out_dir.glob("step_*"), reverse=True):
+    """The newest checkpoint of a run that can be read: (its folder or None, what is wrong with newer ones in words). What lies beyond `latest` was
+    given up when the run went on from an earlier one, and comes last."""
+    damage, there, latest = [], checkpoints(out_dir), out_dir / "latest"
+    end = int(match[1]) if latest.is_file() and (match := re.match(rb"step_(\d{8})", latest.read_bytes())) else math.inf
+    for step in sorted(there, key=lambda step: (step <= end, step), reverse=True):
+        ckpt = there[step]
         try:
             meta = read_meta(ckpt)
             for file in [ckpt / "model.safetensors", *[ckpt / "ema.safetensors"] * bool(meta["train_config"]["ema_decay"]), *(ckpt / "optimizer").glob("*.safetensors")]:
@@ -168,8 +177,13 @@ def read_meta(ckpt):
         meta = json.loads((ckpt / "meta.json").read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{ckpt / 'meta.json'} cannot be read ({error}): take another checkpoint") from error
-    if missing := {"step", "model_config", "train_config", "data"} - meta.keys():
-        raise UserError(f"{ckpt / 'meta.json'} lacks {sorted(missing)}: take another checkpoint")
+    sections = {"step": set(), "model_config": set(), "train_config": {"param_dtype"}, "data": {"dataset", "tokenizer"}}
+    if not isinstance(meta, dict) or any(key not in meta or needs and not (isinstance(meta[key], dict) and needs <= meta[key].keys()) for key, needs in sections.items()):
+        raise UserError(f"{ckpt / 'meta.json'} is not what train.py or convert_8b.py writes: take another checkpoint")
+    try:
+        GPTConfig(**meta["model_config"])
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{ckpt / 'meta.json'} describes no model of this version ({error}): take another checkpoint") from error
     return meta
 
 
@@ -300,7 +314,7 @@ class Checkpointer:
             shutil.rmtree(self.out_dir / name, ignore_errors=True)
             os.replace(part, self.out_dir / name)
             write_atomically(self.out_dir / "latest", name + "\n")
-            for old in sorted(self.out_dir.glob("step_*"))[: -self.keep]:
+            for old in [path for step, path in checkpoints(self.out_dir).items() if step <= int(name[5:])][: -self.keep]:
                 shutil.rmtree(old)
         barrier()
 
@@ -315,12 +329,14 @@ def write_atomically(path, text):
 
 
 def read_log(folder):
-    """The events of a run's log.jsonl. A last line that was cut off, by a power failure say, is left out."""
-    lines = (folder / "log.jsonl").read_text().splitlines() if (folder / "log.jsonl").exists() else []
-    try:
-        return [json.loads(line) for line in lines]
-    except json.JSONDecodeError:
-        return [json.loads(line) for line in lines[:-1]]
+    """The events of a run's log.jsonl. Damaged lines, cut off by a power failure say, are left out."""
+    events = []
+    for line in (folder / "log.jsonl").read_text(errors="replace").splitlines() if (folder / "log.jsonl").exists() else []:
+        try:
+            events.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return [e for e in events if isinstance(e, dict) and "event" in e]
 
 
 def check_same_run(out_dir, then_train, then_model, cfg, config):
@@ -490,9 +506,9 @@ def main():
         ckpt = find_checkpoint(cfg.resume)
         if ckpt is None:
             raise UserError(f"--resume={cfg.resume} is neither auto, never nor a checkpoint folder (one with meta.json, or a run's folder with `latest`)")
-        if ckpt.resolve().parent != out_dir.resolve() and (any(out_dir.glob("step_*")) or (out_dir / "log.jsonl").exists()):
+        if ckpt.resolve().parent != out_dir.resolve() and (checkpoints(out_dir) or (out_dir / "log.jsonl").exists()):
             raise UserError(f"{out_dir} holds a run already, and --resume={cfg.resume} is not of it: give --out_dir= a new folder, or that of the checkpoint")
-    elif any(out_dir.glob("step_*")) or (out_dir / "log.jsonl").exists():
+    elif checkpoints(out_dir) or (out_dir / "log.jsonl").exists():
         if cfg.resume == "never":
             raise UserError(f"{out_dir} holds a run already and --resume=never was given: give --out_dir= a new folder")
         ckpt, damage = newest_whole(out_dir)
@@ -501,14 +517,13 @@ def main():
     if ckpt:
         meta = read_meta(ckpt)
         check_same_run(ckpt, meta["train_config"], meta["model_config"], cfg, config)
-        if meta["data"]["sha256"] != train_bin.header["sha256"]:
+        if meta["data"].get("sha256") != train_bin.header["sha256"]:
             raise UserError(f"{train_bin.path} is not the file this run was trained on: its checksum differs from that in {ckpt}/meta.json; give --dataset= the old one, or a new --out_dir=")
         if meta["step"] >= cfg.max_steps:
             if rank == 0:
                 print(f"{out_dir} is finished: {meta['step']} of {cfg.max_steps} steps are done")
             return
-    elif read_log(out_dir):  # it died before its first checkpoint
-        start = read_log(out_dir)[0]
+    elif start := next((e for e in read_log(out_dir) if e["event"] == "start"), None):  # it died before its first checkpoint
         check_same_run(out_dir, start["config"], start["model_config"], cfg, config)
 
     # model
@@ -586,16 +601,16 @@ def main():
         print(f"device      {device} ({why_device}); activations {dtype}, weights {cfg.param_dtype}; compile {'on' if compiled else 'off'}, CUDA graph {'on' if graphed else 'off'}".replace("torch.", ""))
         print(f"routing     {kernel} ({why_kernel})")
         print(f"run         {out_dir}, {f'going on after step {step} from {ckpt}' if ckpt else 'from the start'}", flush=True)
-        try:
-            out_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--out_dir={out_dir} cannot be made ({error}): give another folder") from error
         if ckpt:  # keep what the checkpoint has seen
             logged = [e for e in read_log(ckpt.parent) if e["event"] in ("train", "val") and e["step"] <= step]
         start = {"event": "start", "time": round(time.time(), 3), "config": asdict(cfg) | {"out_dir": str(out_dir)}, "model_config": asdict(config), "params": counts, "device": why_device, "dtype": str(dtype).removeprefix("torch."),
                  "kernel": kernel, "tokens_per_step": tokens_per_step, "flops_per_token": flops, "data": {"dataset": str(cfg.dataset), "sha256": train_bin.header["sha256"], "val_sha256": val_bin.header["sha256"]}}  # fmt: skip
-        write_atomically(log_path, "".join(json.dumps(e) + "\n" for e in [start, *logged]))
-        trackers = open_trackers(cfg, out_dir, start)
+        try:
+            out_dir.mkdir(parents=True, exist_ok=True)
+            trackers = open_trackers(cfg, out_dir, start)
+            write_atomically(log_path, "".join(json.dumps(e) + "\n" for e in [start, *logged]))
+        except OSError as error:
+            raise UserError(f"--out_dir={out_dir} cannot be written to ({error}): make room, or give another folder") from error
 
     def log(event):
         if rank == 0:

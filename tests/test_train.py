@@ -267,6 +267,29 @@ def test_a_damaged_newest_checkpoint(dataset, tmp_path, capsys):
         assert numbers(folder) == numbers(tmp_path / "a")
 
 
+def test_what_is_kept_beside_damaged_checkpoints(dataset, tmp_path, capsys):
+    """A run that starts over below damaged checkpoints keeps its own newest and goes on from it; folders of other names are the user's."""
+    run("--max_steps=12", "--keep_checkpoints=1", f"--out_dir={tmp_path}/a", dataset=dataset)
+    (tmp_path / "a/step_00000012/model.safetensors").write_bytes(b"")
+    shutil.copytree(tmp_path / "a/step_00000012", tmp_path / "a/step_00000004_best")
+    (tmp_path / "a/log.jsonl").write_text('not json\n5\n' + (tmp_path / "a/log.jsonl").read_text())
+    stop = train.Checkpointer.finish
+
+    def die_at_six(self):  # as a kill just after the checkpoint of step 6
+        done = self.writing and self.writing[0] == "step_00000006"
+        stop(self)
+        if done:
+            raise SystemExit("killed")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match="killed"):
+        patch.setattr(train.Checkpointer, "finish", die_at_six)
+        run("--max_steps=12", "--keep_checkpoints=1", f"--out_dir={tmp_path}/a", dataset=dataset)
+    assert train.find_checkpoint(tmp_path / "a").name == "step_00000006" and (tmp_path / "a/step_00000012").is_dir()
+    run("--max_steps=12", "--keep_checkpoints=1", f"--out_dir={tmp_path}/a", dataset=dataset)
+    assert "going on after step 6 from" in capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "a").glob("step_*")) == ["step_00000004_best", "step_00000012"]
+
+
 def test_a_full_disk(dataset, tmp_path):
     """Files of over 60 kB cannot be written (which is how a disk fills up within a save): one line, exit code 1, the run so far is kept."""
     flags = {f.split("=")[0]: f for f in [*TINY, f"--dataset={dataset}", "--device=cpu", f"--out_dir={tmp_path}/a"]}
@@ -318,6 +341,16 @@ def test_pure_bfloat16(dataset, tmp_path):
     assert {w.dtype for w in weights(tmp_path / "a").values()} == {torch.bfloat16}
     losses = [e["loss"] for e in events(tmp_path / "a", "train")]
     assert losses[-1] < losses[0] - 0.1
+
+
+def test_a_damaged_meta(dataset, tmp_path):
+    run("--max_steps=1", f"--out_dir={tmp_path}/a", dataset=dataset)
+    file = tmp_path / "a/step_00000001/meta.json"
+    whole = json.loads(file.read_text())
+    for damaged in ([], {}, whole | {"model_config": {"n_layers": 3}}, whole | {"train_config": {}}, whole | {"data": 5}):
+        file.write_text(json.dumps(damaged))
+        with pytest.raises(UserError, match="take another checkpoint"):
+            train.load_model(tmp_path / "a", "cpu")
 
 
 # ---- what is logged -----------------------------------------------------------------------------------------------------------
