@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 
 import routing_kernels as rk
-from configurator import Parser, UserError, cli
+from configurator import Parser, UserError, cli, output_folder
 from model import GPT, GPTConfig, choose_kernel, peak_flops
 from routing_kernels import FusedDeltaRouter, FusedRouter, route_reference
 from sample import generate
@@ -596,21 +596,22 @@ def main():
         raise UserError(f"--method={args.method} has nothing to measure in --part={args.part}: " + "; ".join(f"{part} has {', '.join(METHODS[part])}" for part in parts))
     gpu = torch.cuda.get_device_name() if CUDA else "CPU"
     where = f"{gpu}, torch {torch.__version__}, triton {triton.__version__ if triton else 'not installed'}"
+    output_folder(os.path.dirname(args.out) or ".", "--out")
     results = {"where": where}
     if os.path.exists(args.out):
         try:
             with open(args.out) as f:
                 results = json.load(f)
-        except ValueError:
+            there = results.get("where")
+        except (OSError, ValueError, AttributeError):
             raise UserError(f"--out={args.out} is not a file of this script: give another name") from None
-        if results.get("where") != where:
-            raise UserError(f"{args.out} holds results of {results.get('where')}, this is {where}: give another --out")
+        if there != where:
+            raise UserError(f"{args.out} holds results of {there}, this is {where}: give another --out")
     say(where + (f"; one of {torch.cuda.device_count()} GPUs is used" if torch.cuda.device_count() > 1 else ""))
     torch.set_float32_matmul_precision("high")
 
     def keep(key, values):
         results.setdefault(key, {}).update(values)
-        os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
         with open(args.out + ".new", "w") as f:
             json.dump(results, f, indent=1)
         os.replace(args.out + ".new", args.out)

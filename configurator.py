@@ -65,6 +65,19 @@ def cli(main):
         raise
 
 
+def output_folder(path, flag):
+    """The folder for results as a Path, made where it is not there yet; a UserError that names the flag if it cannot be written to. Ask before
+    the work, not after it."""
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{flag}={path} cannot be made ({error.strerror}): give another folder") from error
+    if not os.access(path, os.W_OK):
+        raise UserError(f"{flag}={path} cannot be written to: give another folder")
+    return path
+
+
 def configure(argv, *schemas, doc=None, default_file=None):
     """Instances of the schemas, made from the arguments.
 

@@ -187,7 +187,7 @@ def progress(total, what, unit):
 
 def context_of(meta, args):
     own = meta["model_config"]["block_size"]
-    if args.block_size and not 1 <= args.block_size <= own:
+    if args.block_size is not None and not 1 <= args.block_size <= own:
         raise UserError(f"--block_size={args.block_size}: the checkpoint's context is {own}; give at most that")
     return args.block_size or own
 
@@ -451,7 +451,7 @@ def arguments():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of compute; default: bfloat16 on CUDA, else float32")
     args = parser.parse_args()
-    if args.windows not in (None, "all", "documents") and not (args.windows.isdigit() and int(args.windows)):
+    if args.windows not in (None, "all", "documents") and not (args.windows.isdecimal() and int(args.windows)):
         raise UserError(f"--windows={args.windows} is none of a number, all and documents")
     if args.batch_size < 1 or args.limit is not None and args.limit < 1 or args.seed < 0 or (args.num_fewshot or 0) < 0:
         raise UserError("--batch_size and --limit are 1 or more, --seed and --num_fewshot 0 or more")

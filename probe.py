@@ -23,9 +23,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from configurator import Parser, UserError, cli
-from prepare_data import ValWindows, find_dataset, load_tokenizer, open_bin
+from configurator import Parser, UserError, cli, output_folder
+from prepare_data import ValWindows, find_dataset, open_bin
 from report import table
+from sample import load_text
 from train import check_device, load_model
 
 
@@ -168,6 +169,8 @@ def main():
     parser.add_argument("--sources", type=int, default=25, help="the matched-source-count control looks at sites with at most so many")
     parser.add_argument("--weights", choices=["raw", "ema"], default="raw")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tokenizer", help="of --text=: bytes, qwen3, llama3, gpt2 or the path of a tokenizer.json; default: the checkpoint's")
+    parser.set_defaults(prefix_token="auto")
     parser.add_argument("--out_dir", help="where probe.json, sites.png and perhead.png go; default: CKPT/probe")
     args = parser.parse_args()
     if args.slices < 1 or args.windows < 1 or args.sources < 2:
@@ -177,13 +180,16 @@ def main():
     config = model.config
     if config.residual not in ("attnres", "mhar", "delta"):
         raise UserError(f"{args.ckpt} has residual={config.residual}, which routes nothing: give a checkpoint of attnres, mhar or delta")
+    out = output_folder(args.out_dir or Path(args.ckpt) / "probe", "--out_dir")
     if config.n_embd % args.slices:
         raise UserError(f"--slices={args.slices} does not divide the width {config.n_embd}")
     if args.text:
         if not Path(args.text).is_file():
             raise UserError(f"--text={args.text} is not a file")
-        ids = load_tokenizer(meta["data"]["tokenizer"]).encode(Path(args.text).read_text(errors="replace")).astype(np.int64)
+        ids = np.array(load_text(args.ckpt, meta, args).encode(Path(args.text).read_text(errors="replace"), bos=False))
         windows = [ids[i : i + config.block_size] for i in range(0, len(ids) - config.block_size + 1, config.block_size)][: 2 * args.windows]
+    elif meta["data"]["dataset"] is None:
+        raise UserError(f"{args.ckpt} was imported and knows no dataset: give a text with --text=")
     else:
         val_bin = open_bin(find_dataset(meta["data"]["dataset"]) / "val.bin")
         if val_bin.header["tokenizer"] != meta["data"]["tokenizer"]:
@@ -215,8 +221,6 @@ def main():
     if model.residual.n_heads > 1:
         same = float(np.corrcoef(own, flat(second["deviation"]))[0, 1]) if own.std() > 0 else float("nan")
         summary |= {"largest deviation of a head": float(np.abs(own).max()), "the same under random queries": float(np.abs(chance).max()), "correlation with other text": same, "correlation between heads": between_heads(first["deviation"]) if own.std() > 0 else float("nan")}
-    out = Path(args.out_dir or Path(args.ckpt) / "probe")
-    out.mkdir(parents=True, exist_ok=True)
     print(f"{args.ckpt}: residual={config.residual}, H={config.route_heads}, {args.slices} slices, {len(windows)} windows of {config.block_size} tokens\n")
     print(table(["probe", "value"], [[k, f"{v:.4f}" if isinstance(v, float) and not v.is_integer() else f"{v:g}"] for k, v in summary.items()]))
     print(table(["site", "sources", "entropy", "uniform", "KL", "null"], [[r["site"], f"{r['sources']:g}", f"{r['entropy']:.3f}", f"{np.log(r['sources']):.3f}", f"{r['kl']:.4f}", f"{r['null']:.4f}"] for r in rows]))

@@ -22,7 +22,7 @@ matplotlib.use("Agg")  # no display is needed
 import matplotlib.pyplot as plt
 import numpy as np
 
-from configurator import Parser, UserError, cli
+from configurator import Parser, UserError, cli, output_folder
 
 TAIL = 11  # evaluations in a tail mean
 # What two runs must share to be paired ...
@@ -365,7 +365,7 @@ def main():
     if set(methods.values()) == {baseline}:
         raise UserError(f"all of these runs are {baseline}: name a run of another method to compare")
     cells = compare(runs, baseline, args.best, sorted({int(step) for step in args.budgets.split(",") if args.budgets}))
-    print(write(cells, args.best, Path(args.out_dir)))
+    print(write(cells, args.best, output_folder(args.out_dir, "--out_dir")))
     print(f"{args.out_dir}/report.md holds these tables and the plots beside it")
 
 

@@ -61,7 +61,7 @@ def load_text(path, meta, args):
         raise UserError(f"the tokenizer {name} has {text.n_ids:,} ids, {path} only {meta['model_config']['vocab_size']:,} rows: give --tokenizer= the one it was trained with")
     auto = text.bos if origin and text.bos is not None else text.eot
     prefix = {"auto": auto, "bos": text.bos, "eot": text.eot}.get(args.prefix_token, args.prefix_token)
-    if not str(prefix).isdigit() or int(prefix) >= text.n_ids:
+    if not str(prefix).isdecimal() or int(prefix) >= text.n_ids:
         has = "" if text.bos is not None else f"; the tokenizer {name} puts no bos before a text"
         raise UserError(f"--prefix_token={args.prefix_token} is none of auto, bos, eot and the ids 0 to {text.n_ids - 1}{has}")
     text.prefix = int(prefix)
@@ -202,6 +202,8 @@ def main():
     args = parser.parse_args()
     if not 0 <= args.temperature < 1e9 or 0 < args.temperature < 1e-6 or not 0 <= args.seed < 2**63 or args.top_k < 0 or not 0 < args.top_p <= 1 or args.max_new_tokens < 1 or args.num_samples < 1:
         raise UserError("--temperature (0, or 1e-6 and more), --top_k and --seed are 0 or more, --top_p is over 0 and at most 1, --max_new_tokens and --num_samples are 1 or more")
+    if any("\ud800" <= c <= "\udfff" for c in args.prompt):  # what Python makes of bytes that are no text
+        raise UserError("--prompt= is not UTF-8 text")
     device = check_device(args.device)
     folder = find_checkpoint(args.ckpt)
     if folder is None:

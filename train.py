@@ -239,7 +239,8 @@ def start_from(path, config, origins):
     then = {k: v for k, v in meta["model_config"].items() if k not in ("block_size", "route_init") or origins[k] == "default"}
     other = [f"{k}={getattr(config, k)} ({origins[k]}), {v} in {ckpt}" for k, v in then.items() if origins[k] != "default" and getattr(config, k) != v]
     if other:
-        raise UserError(f"--init_from={path} is another model: {'; '.join(other[:4])}; leave these settings away, they come with the checkpoint")
+        remedy = "leave these settings away, they come with the checkpoint" if any(a.endswith(".py") for a in sys.argv[1:]) else "name a config file of yours, without one config/demo.py applies"
+        raise UserError(f"--init_from={path} is another model: {'; '.join(other[:4])}; {remedy}")
     return ckpt, meta, replace(config, **then)
 
 
