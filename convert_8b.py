@@ -555,8 +555,8 @@ def compare_logits(a, side_a, b, side_b, rows=8192):
 
 @torch.no_grad()
 def verify(args):
-    if args.length < 1:
-        raise UserError(f"--length={args.length} must be at least 1")
+    if args.length < 1 or (args.tolerance or 0) < 0:
+        raise UserError(f"--length={args.length} must be at least 1, --tolerance={args.tolerance} at least 0")
     device, wanted = check_device(args.device), getattr(torch, args.dtype)
     src, dst = open_side(args.src, args.weights), open_side(args.dst, args.weights)
     differ = [f"{k} {a} and {b}" for k in ("vocab_size", "n_embd") if (a := getattr(src.config, k)) != (b := getattr(dst.config, k))]
@@ -612,7 +612,7 @@ def verify(args):
 
 def token_ids(args, tokenizer, rows):
     """(ids [1, T], where they are from in words): --tokens, else --text, else this file as text, or for an unknown tokenizer drawn ids."""
-    if args.tokens == "random" or not (args.tokens or args.text or tokenizer):
+    if args.tokens == "random" or not (args.tokens or args.text is not None or tokenizer):
         return torch.randint(rows, (1, args.length), generator=torch.Generator().manual_seed(0)), f"{args.length} drawn ids"
     if args.tokens:
         try:
@@ -624,7 +624,7 @@ def token_ids(args, tokenizer, rows):
         return torch.tensor([ids]), f"the {len(ids)} ids given"
     if tokenizer is None:
         raise UserError(f"no tokenizer is known for {rows:,} rows: give ids, --tokens=1,2,3")
-    file = Path(args.text or __file__)
+    file = Path(__file__ if args.text is None else args.text)
     text = file.read_text() if file.is_file() else args.text
     try:
         ids = load_tokenizer(tokenizer).encode(text).astype("int64")[: args.length]
