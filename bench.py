@@ -34,7 +34,7 @@ import routing_kernels as rk
 from configurator import Parser, UserError, cli, output_folder
 from model import GPT, GPTConfig, choose_kernel, peak_flops
 from routing_kernels import FusedDeltaRouter, FusedRouter, route_reference
-from sample import generate
+from sample import cast_matrices, generate
 
 try:
     import triton
@@ -378,6 +378,7 @@ def routing(scale, methods, batch):
 # Whole models.
 # ----------------------------------------------------------------------------------------------------------------------
 def build(scale, method, block_size, param_dtype):
+    """A GPT of random weights; ValueError where a method that names the fused kernels cannot have them."""
     layers, D, heads, kv, ffn, *_ = SCALES[scale]
     residual = method.removesuffix("-torch")
     config = GPTConfig(block_size=block_size, vocab_size=VOCAB.get(scale, 151936), n_layer=layers, n_embd=D, n_head=heads, n_kv_head=kv, ffn_dim=ffn, residual=residual,
@@ -478,7 +479,7 @@ def fill(scale, method, param_dtype):
 def decode(scale, method, warm=4, windows=5, size=12):
     """{"1 x 16": milliseconds per step of generation at batch 1 from 16 tokens of context, ...}"""
     new, ms = warm + windows * size, {}
-    model = inference_model(scale, method, max(DECODE_CONTEXTS) + new)
+    model = cast_matrices(build(scale, method, max(DECODE_CONTEXTS) + new, torch.float32).eval().requires_grad_(False), DTYPE)
     n_ids = model.config.vocab_size
     for B, context in itertools.product(DECODE_BATCHES, DECODE_CONTEXTS):
         with torch.autocast(DEVICE, DTYPE, enabled=CUDA):
@@ -496,14 +497,6 @@ def decode(scale, method, warm=4, windows=5, size=12):
                 times.append((time.perf_counter() - start) * 1e3 / size)
         ms[f"{B} x {context}"] = statistics.median(times)
     return ms
-
-
-def inference_model(scale, method, block_size):
-    model = build(scale, method, block_size, torch.float32).eval().requires_grad_(False)
-    for module in model.modules():
-        if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
-            module.to(DTYPE)
-    return model
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from tqdm import tqdm
 from configurator import Parser, UserError, cli
 from model import GPT, RESIDUALS, GPTConfig, choose_kernel, rope_tables
 from prepare_data import TOKENIZERS, load_tokenizer
-from train import check_device, find_checkpoint, read_meta
+from train import check_device, find_checkpoint, read_meta, the_checkpoint
 
 SHARD = 5_000_000_000  # bytes of a shard at most, the hub's custom
 PIECE = 1 << 22  # numbers copied at a time
@@ -271,9 +271,7 @@ def open_hf(folder):
 
 def open_ours(path, weights="raw"):
     """The Side of a CKPT of ours."""
-    folder, name = find_checkpoint(path), {"raw": "model.safetensors", "ema": "ema.safetensors"}[weights]
-    if folder is None:
-        raise UserError(f"{path} is not a checkpoint: give a folder with meta.json, or a run's folder with `latest`")
+    folder, name = the_checkpoint(path), {"raw": "model.safetensors", "ema": "ema.safetensors"}[weights]
     if not (folder / name).exists() and not (folder / f"{name}.index.json").exists():
         raise UserError(f"{folder} has no {name}" + ("; use --weights=raw" if weights == "ema" else ": it is not whole"))
     meta = read_meta(folder)

@@ -37,7 +37,7 @@ from configurator import Parser, UserError, cli
 from prepare_data import ValWindows, find_dataset, first_line, load_tokenizer, open_bin, rank_file
 from report import table
 from sample import generate, load_for_inference, load_text
-from train import check_device, find_checkpoint, read_meta
+from train import check_device, read_meta, the_checkpoint
 
 # task: (shots, the metric that the paper's Table 3 reports). It does not say how many shots MMLU had; five is the custom.
 PAPER = {"mmlu": (5, "acc,none"), "gpqa_main_zeroshot": (0, "acc,none"), "gsm8k": (5, "exact_match,strict-match"), "minerva_math": (4, "math_verify,none"),
@@ -417,9 +417,7 @@ def read_metas(args):
     """{path: meta.json} of the checkpoints."""
     metas = {}
     for path in args.ckpts:
-        folder = find_checkpoint(path)
-        if folder is None:
-            raise UserError(f"{path} is not a checkpoint: give a folder with meta.json, or a run's folder with `latest`")
+        folder = the_checkpoint(path)
         if args.weights == "ema" and not any(folder.glob("ema.safetensors*")):
             raise UserError(f"{folder} has no ema.safetensors: it was trained without --ema_decay=, use --weights=raw")
         if path in metas:

@@ -18,7 +18,7 @@ from torch import nn
 from configurator import Parser, UserError, cli
 from model import KVCache, choose_kernel
 from prepare_data import TOKENIZERS, first_line, load_tokenizer
-from train import check_device, find_checkpoint, load_model, read_meta
+from train import check_device, load_model, read_meta, the_checkpoint
 
 
 # ---- Tokenizers: prepare_data.py's, or the tokenizer.json of an imported model ---------------------------------------------------------------------
@@ -94,15 +94,20 @@ def load_tokenizer_json(path, config):
 
 
 # ---- The model ---------------------------------------------------------------------------------------------------------------------------------------
-def load_for_inference(path, device, weights="raw", dtype=None):
-    """(model, meta, autocast) of a checkpoint. Compute in dtype, "float32" or "bfloat16" (default: bfloat16 on CUDA), as train.py's evaluation:
-    the matrices are cast once, norms and routing keep the precision they are stored in; run the model under autocast()."""
-    model, meta = load_model(path, device, weights=weights)
-    dtype = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+def cast_matrices(model, dtype):
+    """The model with its matrices in dtype, once for all; norms and routing keep their precision. Run under autocast to dtype, the numbers are those
+    of train.py's evaluation, which casts them every time. In float32 everything is cast."""
     for module in model.modules():
         if dtype == torch.float32 or isinstance(module, (nn.Linear, nn.Embedding)):
             module.to(dtype)
-    model.residual.kernel = choose_kernel("auto", model.config, device, dtype)[0]
+    return model
+
+
+def load_for_inference(path, device, weights="raw", dtype=None):
+    """(model, meta, autocast) of a checkpoint. Compute in dtype, "float32" or "bfloat16" (default: bfloat16 on CUDA); run the model under autocast()."""
+    model, meta = load_model(path, device, weights=weights)
+    dtype = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    cast_matrices(model, dtype).residual.kernel = choose_kernel("auto", model.config, device, dtype)[0]
     return model, meta, partial(torch.autocast, device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
 
 
@@ -205,10 +210,7 @@ def main():
     if any("\ud800" <= c <= "\udfff" for c in args.prompt):  # what Python makes of bytes that are no text
         raise UserError("--prompt= is not UTF-8 text")
     device = check_device(args.device)
-    folder = find_checkpoint(args.ckpt)
-    if folder is None:
-        raise UserError(f"{args.ckpt} is not a checkpoint: give a folder with meta.json, or a run's folder with `latest`")
-    text = load_text(args.ckpt, read_meta(folder), args)
+    text = load_text(args.ckpt, read_meta(the_checkpoint(args.ckpt)), args)
     model, _, autocast = load_for_inference(args.ckpt, device, args.weights)
     ids = text.encode(args.prompt) or [text.prefix]
     if len(ids) >= model.config.block_size:

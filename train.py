@@ -147,6 +147,14 @@ def find_checkpoint(path):
     return path if (path / "meta.json").is_file() else None
 
 
+def the_checkpoint(path, flag=""):
+    """find_checkpoint of a path that must be one, given by `flag`; UserError where it is not."""
+    ckpt = find_checkpoint(path)
+    if ckpt is None:
+        raise UserError(f"{flag}{path} is not a checkpoint: give a folder with meta.json, or a run's folder with `latest` (convert_8b.py import makes one of a Hugging Face model)")
+    return ckpt
+
+
 def checkpoints(out_dir):
     """The checkpoints of a run, {step: folder}, by step. Folders of other names, step_00000500_best say, are the user's."""
     return {int(path.name[5:]): path for path in sorted(out_dir.glob("step_" + 8 * "[0-9]"))}
@@ -173,6 +181,7 @@ def newest_whole(out_dir):
 
 
 def read_meta(ckpt):
+    """The dict in a checkpoint's meta.json; UserError if it is none that train.py or convert_8b.py could have written."""
     try:
         meta = json.loads((ckpt / "meta.json").read_text())
     except (OSError, ValueError) as error:
@@ -214,9 +223,7 @@ def load_weights(model, ckpt, name="model.safetensors", into=None):
 
 def load_model(path, device, dtype=None, weights="raw", kernel="auto"):
     """(model, meta) of a checkpoint, ready for inference. path: CKPT; dtype: of the weights, None for that in the file; weights: raw | ema."""
-    ckpt, name = find_checkpoint(path), {"raw": "model.safetensors", "ema": "ema.safetensors"}[weights]
-    if ckpt is None:
-        raise UserError(f"{path} is not a checkpoint: give a folder with meta.json, or a run's folder with `latest`")
+    ckpt, name = the_checkpoint(path), {"raw": "model.safetensors", "ema": "ema.safetensors"}[weights]
     if not (ckpt / name).exists() and not (ckpt / f"{name}.index.json").exists():
         raise UserError(f"{ckpt} has no {name}" + ("; it was trained without --ema_decay=, use --weights=raw" if weights == "ema" else ""))
     meta = read_meta(ckpt)
@@ -232,9 +239,7 @@ def load_model(path, device, dtype=None, weights="raw", kernel="auto"):
 def start_from(path, config, origins):
     """(checkpoint, its meta, the GPTConfig that continues it) for --init_from. What no config file and no flag sets is the checkpoint's, and what
     they set must be what it has, or a model of the same shapes would compute something else; but for the context and the initialisation."""
-    ckpt = find_checkpoint(path)
-    if ckpt is None:
-        raise UserError(f"--init_from={path} is not a checkpoint: give a folder with meta.json, or a run's folder with `latest`; convert_8b.py import makes one of a Hugging Face model")
+    ckpt = the_checkpoint(path, "--init_from=")
     meta = read_meta(ckpt)
     then = {k: v for k, v in meta["model_config"].items() if k not in ("block_size", "route_init") or origins[k] == "default"}
     other = [f"{k}={getattr(config, k)} ({origins[k]}), {v} in {ckpt}" for k, v in then.items() if origins[k] != "default" and getattr(config, k) != v]
