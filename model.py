@@ -317,7 +317,8 @@ def choose_kernel(kernel, config, device, dtype):
         return "torch", "asked for"
     if kernel == "auto" and torch.device(device).type != "cuda":
         return "torch", "the fused kernels need a CUDA device"
-    obstacle = routing_kernels.kernel_support(device, dtype, config.n_embd, config.route_heads, config.sites)
+    blocks = config.delta_blocks if config.residual == "delta" else 0
+    obstacle = routing_kernels.kernel_support(device, dtype, config.n_embd, config.route_heads, config.sites, blocks)
     if config.residual == "delta" and config.delta_recursive:
         obstacle = "the released recursive form of delta has no fused kernel"
     elif config.residual == "delta" and config.delta_blocks > routing_kernels.MAX_BLOCKS:

@@ -89,11 +89,13 @@ def _tiles(base, row, row_ok, col, k, KC: tl.constexpr, W: tl.constexpr, CACHE: 
 
 
 @jit
-def _pointers(tensors, n, ROWS: tl.constexpr):
-    """Row n's pointer is that of tensor n (the last one's past the end)."""
+def _pointers(tensors, n, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Row n's pointer is that of tensor n (the last one's past the end). ALIGNED: all are multiples of 16 bytes, which the compiler loses in `where`."""
     at = tensors[0] + tl.zeros([ROWS], tl.int64)
     for i in tl.static_range(1, len(tensors)):
         at = tl.where(n >= i, tensors[i] + tl.zeros([ROWS], tl.int64), at)
+    if ALIGNED:
+        at = tl.multiple_of(at, 16)
     return at
 
 
@@ -102,7 +104,7 @@ def _rows(pointers, offset, row_ok, col, k, KC: tl.constexpr, W: tl.constexpr):
     """_tiles, with a pointer per row."""
     tiles = ()
     for q in tl.static_range((KC + W - 1) // W):
-        tiles = tiles + (tl.load(pointers[None, :, None] + offset + col + q * W, mask=row_ok[None, :, None] & (q * W + k < KC), other=0.0),)
+        tiles = tiles + (tl.load((pointers + offset)[None, :, None] + col + q * W, mask=row_ok[None, :, None] & (q * W + k < KC), other=0.0),)
     return tiles
 
 
@@ -191,7 +193,7 @@ def forward_inter(V, R, UH, UL, PART, PART_LSE, M, S, s0, TB, H: tl.constexpr, K
 
 
 @jit(do_not_specialize=_RUNTIME)
-def backward_inter(V, R, UH, UL, DH, LSE, DEL, PART, PART_C, DS, END, M, S, s0, e0, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr,
+def backward_inter(V, R, UH, UL, DH, LSE_H, DEL_H, PART, PART_C, DS, END, M, S, s0, e0, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr,
                    KC: tl.constexpr, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr):
     """Sources s0..e0-1 pull from sites e0..END-1. Program: one head of two tokens, whose 2 G sources fill the 16 rows of a tensor-core tile and
     share the reads of u. DH: a tensor [M, G, D] per later group (a short last one has fewer rows), padded to a power of two.
@@ -215,7 +217,7 @@ def backward_inter(V, R, UH, UL, DH, LSE, DEL, PART, PART_C, DS, END, M, S, s0, 
         row = j + n
         ok = row < end
         group = row // G
-        dh = _pointers(DH, group - e0 // G, BN) + row % G * D
+        dh = _pointers(DH, group - e0 // G, BN, True) + row % G * D
         rows = tl.minimum(S - group * G, G) * D
         dh0 = _rows(dh + m0 * rows, 0, ok, col, k, KC, W)  # [CH, BN, W]
         dh1 = _rows(dh + m1 * rows, 0, ok, col, k, KC, W)
@@ -223,12 +225,12 @@ def backward_inter(V, R, UH, UL, DH, LSE, DEL, PART, PART_C, DS, END, M, S, s0, 
         zero = tl.zeros([CH, 2 * G, BN], tl.float32)
         lg = _dot_t(v, uh, zero)
         if SPLIT:
-            lg += _dot_t(v, _tiles(UL, row * D, ok, col, k, KC, W, ""), zero)
+            lg = _dot_t(v, _tiles(UL, row * D, ok, col, k, KC, W, ""), lg)
         lg = tl.sum(lg, 0) * r[:, None]  # [2 G, BN]
-        dp = tl.where(first[:, None], tl.sum(_dot_t(v, dh0, zero), 0), tl.sum(_dot_t(v, dh1, zero), 0))
+        dp = tl.sum(tl.where(first[None, :, None], _dot_t(v, dh0, zero), _dot_t(v, dh1, zero)), 0)
         at0, at1 = ((group * M + m0) * H + h) * G + row % G, ((group * M + m1) * H + h) * G + row % G
-        lse0, lse1 = tl.load(LSE + at0, mask=ok, other=0.0), tl.load(LSE + at1, mask=ok, other=0.0)
-        delta0, delta1 = tl.load(DEL + at0, mask=ok, other=0.0), tl.load(DEL + at1, mask=ok, other=0.0)
+        lse0, lse1 = tl.load(LSE_H + at0, mask=ok, other=0.0), tl.load(LSE_H + at1, mask=ok, other=0.0)
+        delta0, delta1 = tl.load(DEL_H + at0, mask=ok, other=0.0), tl.load(DEL_H + at1, mask=ok, other=0.0)
         p = tl.where(ok[None, :], tl.exp(lg - tl.where(first[:, None], lse0[None, :], lse1[None, :])), 0.0)
         ds = p * (dp - tl.where(first[:, None], delta0[None, :], delta1[None, :]))
         total += tl.sum(ds * lg, 1)
@@ -283,7 +285,7 @@ def _add(acc, p, a, d, b):
 def forward_intra(X, V, R, U, PART, PART_LSE, OUT, LSE, M, S, s, s0, eps, H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
                   G: tl.constexpr, MERGE: tl.constexpr):
     """Store source s and its rstd; site s attends to sources s0..s and merges its partial result. Program: one token.
-    -> OUT [M, D], LSE [S / G, M, H, G]."""
+    -> OUT [M, D], LSE [S / G, M, G, H]."""
     m = tl.program_id(0).to(tl.int64)
     D: tl.constexpr = H * K
     h, k = tl.arange(0, HP), tl.arange(0, W)[None, :]
@@ -329,212 +331,313 @@ def forward_intra(X, V, R, U, PART, PART_LSE, OUT, LSE, M, S, s, s0, eps, H: tl.
         y, y_next = y_next, y_after
     for q in tl.static_range(len(x)):
         tl.store(OUT + m * D + col + q * W, (acc[q] / den[:, None]).to(OUT.dtype.element_ty), mask=live & (q * W + k < K))
-    tl.store(LSE + ((s0 // G * M + m) * H + h) * G + s - s0, top + tl.log(den), mask=h_ok)
+    tl.store(LSE + ((s0 // G * M + m) * G + s - s0) * H + h, top + tl.log(den), mask=h_ok)
 
 
 @jit(do_not_specialize=_RUNTIME)
-def backward_intra(V, R, U, DOUT, HOUT, DH, LSE, DEL, PART, PART_C, DS, DV, END, END_OUT, M, S, s, s0, e0, H: tl.constexpr, HP: tl.constexpr,
-                   K: tl.constexpr, W: tl.constexpr, G: tl.constexpr, MERGE: tl.constexpr):
-    """Store dh_s (DOUT) in the group's DH [M, e0 - s0, D], and Delta_s; the gradient of source s from sites s..min(e0, END)-1, plus what
-    backward_inter found. Program: one token. -> DV [M, D]."""
+def backward_intra(V, R, U, DOUT, HOUT, DH, LSE, DEL, LSE_H, DEL_H, PART, PART_C, OWN, DV, END, END_OUT, M, S, s, s0, e0,
+                   H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, W: tl.constexpr, G: tl.constexpr, MERGE: tl.constexpr):
+    """Store dh_s (DOUT) in the group's DH [M, e0 - s0, D], and Delta_s in its DEL [M, G, H]; the gradient of source s from sites
+    s..min(e0, END)-1, plus what backward_inter found. Program: one token. -> DV [M, D]; OWN [M, G, H, G]: ds_ji rstd_i, i before j."""
+    # Statistics lie as they are read. Here a program takes all heads of one site: lse and Delta are [.., site, H]. backward_inter takes one head of many
+    # sites: [.., H, site], which the group's first site, the last to run, writes once, LSE_H and DEL_H [S / G, M, H, G]; site by site, every 4 bytes
+    # would cost a sector of 32. OWN, G^2 / 2 numbers per token and head, is fp32, and du takes it as hi + lo: exact at little cost.
     m = tl.program_id(0).to(tl.int64)
     D: tl.constexpr = H * K
     end = tl.load(END).to(tl.int32)  # one past the last site that has a gradient; 0 where this site is the first to run
-    end = tl.where(end == 0, s + 1, end)
-    last = tl.minimum(e0, end)
-    if m == 0:
-        tl.store(END_OUT, end.to(tl.float32))
     h, k = tl.arange(0, HP), tl.arange(0, W)[None, :]
     h_ok = h < H
     live = h_ok[:, None]
     col = h[:, None] * K + k  # [HP, W]
     DH += (m * (e0 - s0) - s0) * D
-    stat = ((s0 // G * M + m) * H + h) * G - s0  # [HP]
-    LSE += stat
-    DEL += stat
-    DS += stat * G + s - s0
+    LSE += ((s0 // G * M + m) * G - s0) * H + h
+    DEL += (m * G - s0) * H + h
+    LSE_H += ((s0 // G * M + m) * H + h) * G - s0
+    DEL_H += ((s0 // G * M + m) * H + h) * G - s0
+    OWN += ((m * G + s - s0) * H + h) * G - s0
+    # all loads are issued before anything is waited for; rows past END hold garbage, and nobody looks at them
     dh = _row(DOUT + m * D, col, k, K, W, live, "")
     v = _row(V + (m * S + s) * D, col, k, K, W, live, ".cg")
     mix = _row(HOUT + m * D, col, k, K, W, live, ".cg")
     u = _row(U + s * D, col, k, K, W, live, "")
-    dh_next = _row(DH + (s + 1) * D, col, k, K, W, live & (s + 1 < last), ".cg")
-    dh_after = _row(DH + (s + 2) * D, col, k, K, W, live & (s + 2 < last), ".cg")
-    lse_next = tl.load(LSE + s + 1, mask=h_ok & (s + 1 < last), other=0.0)
-    delta_next = tl.load(DEL + s + 1, mask=h_ok & (s + 1 < last), other=0.0)
+    r = tl.load(R + (s0 // G * M + m) * G + s - s0)
+    lse = tl.load(LSE + s * H, mask=h_ok, other=0.0)
+    dh_next = _row(DH + (s + 1) * D, col, k, K, W, live & (s + 1 < e0), ".cg")
+    dh_after = _row(DH + (s + 2) * D, col, k, K, W, live & (s + 2 < e0), ".cg")
+    lse_next = tl.load(LSE + (s + 1) * H, mask=h_ok & (s + 1 < e0), other=0.0)
+    delta_next = tl.load(DEL + (s + 1) * H, mask=h_ok & (s + 1 < e0), other=0.0)
     c = tl.zeros([HP], tl.float32)
-    merge = False
     if MERGE:
         merge = end > e0  # otherwise backward_inter has not run
         c = tl.load(PART_C + (m * H + h) * G + s - s0, mask=h_ok & merge, other=0.0)
         part = _row(PART + (m * G + s - s0) * D, col, k, K, W, live & merge, ".cg")
-    for q in tl.static_range(len(dh)):
-        tl.store(DH + s * D + col + q * W, dh[q], mask=live & (q * W + k < K))
+    end = tl.where(end == 0, s + 1, end)
+    last = tl.minimum(e0, end)
+    if m == 0:
+        tl.store(END_OUT, end.to(tl.float32))
     delta = _heads_dot(dh, mix)
-    tl.store(DEL + s, delta, mask=h_ok)
-    r = tl.load(R + (s0 // G * M + m) * G + s - s0)
     lg = _heads_dot(u, v) * r
-    p = tl.where(h_ok, tl.exp(lg - tl.load(LSE + s, mask=h_ok, other=0.0)), 0.0)
+    p = tl.where(h_ok, tl.exp(lg - lse), 0.0)
     ds = p * (_heads_dot(dh, v) - delta)
     c += ds * lg
-    tl.store(DS + s * G, (ds * r).to(DS.dtype.element_ty), mask=h_ok)
     acc = _axpy(p, dh, ds * r, u)
     if MERGE:
         one = tl.full([HP], 1.0, tl.float32)
         acc = _axpy(one, acc, one, part)
+    for q in tl.static_range(len(dh)):
+        tl.store(DH + s * D + col + q * W, dh[q], mask=live & (q * W + k < K))
+    tl.store(DEL + s * H, delta, mask=h_ok)
+    tl.store(OWN + s, ds * r, mask=h_ok)
+    if s == s0:
+        tl.store(LSE_H + s, lse, mask=h_ok)
+        tl.store(DEL_H + s, delta, mask=h_ok)
     for j in range(s + 1, last):
         dh, lse, delta = dh_next, lse_next, delta_next  # the next two rows are fetched while this one is used
         dh_next = dh_after
-        dh_after = _row(DH + (j + 2) * D, col, k, K, W, live & (j + 2 < last), ".cg")
-        lse_next = tl.load(LSE + j + 1, mask=h_ok & (j + 1 < last), other=0.0)
-        delta_next = tl.load(DEL + j + 1, mask=h_ok & (j + 1 < last), other=0.0)
+        dh_after = _row(DH + (j + 2) * D, col, k, K, W, live & (j + 2 < e0), ".cg")
+        lse_next = tl.load(LSE + (j + 1) * H, mask=h_ok & (j + 1 < e0), other=0.0)
+        delta_next = tl.load(DEL + (j + 1) * H, mask=h_ok & (j + 1 < e0), other=0.0)
         u = _row(U + j * D, col, k, K, W, live, "")
         lg = _heads_dot(u, v) * r
         p = tl.where(h_ok, tl.exp(lg - lse), 0.0)
         ds = p * (_heads_dot(dh, v) - delta)
         c += ds * lg
-        tl.store(DS + j * G, (ds * r).to(DS.dtype.element_ty), mask=h_ok)
+        tl.store(OWN + j, ds * r, mask=h_ok)
+        if s == s0:
+            tl.store(LSE_H + j, lse, mask=h_ok)
+            tl.store(DEL_H + j, delta, mask=h_ok)
         acc = _add(acc, p, dh, ds * r, u)
     f = tl.sum(c) * r * r / D
-    for q in tl.static_range(len(dh)):
+    for q in tl.static_range(len(v)):
         tl.store(DV + m * D + col + q * W, (acc[q] - f * v[q].to(tl.float32)).to(DV.dtype.element_ty), mask=live & (q * W + k < K))
 
 
 @jit(do_not_specialize=_RUNTIME)
-def backward_query(V, DS, DU, END, M, S, s0, e0, TB, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr, KC: tl.constexpr, W: tl.constexpr,
+def backward_query(V, DS, OWN, DU, END, M, S, s0, e0, TB, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr, KC: tl.constexpr, W: tl.constexpr,
                    G: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr):
-    """du_j += sum over TB tokens and the sources s0..e0-1 of ds_ji rstd_i v_i. Program: BJ sites j >= s0, one chunk of one head.
-    DU [M / TB, S, D] holds one partial sum per block of tokens; the groups run one after the other, so the order is fixed."""
+    """du_j += sum over TB tokens and the sources s0..e0-1 of ds_ji rstd_i v_i. Program: BJ sites j >= e0 (the first also the group's own sites), one
+    chunk of one head. DU [M / TB, S, D] holds one partial sum per block of tokens; the groups run one after the other, so the order is fixed."""
     D: tl.constexpr = H * K
+    first = tl.program_id(0) == 0
     h = tl.program_id(1) // CH
     c, k = tl.program_id(1) % CH, tl.arange(0, W)
     col = h * K + c * KC + k
-    j = (s0 + tl.program_id(0) * BJ + tl.arange(0, BJ)).to(tl.int64)
+    j = (e0 + tl.program_id(0) * BJ + tl.arange(0, BJ)).to(tl.int64)
+    b, g = tl.arange(0, 2 * G), tl.arange(0, G)  # the group's own sites, their ds as hi + lo: (part, site) are the 16 rows of a tensor-core tile
+    own = s0 + b % G
     m = tl.program_id(2).to(tl.int64) * TB
     m_end = tl.minimum(m + TB, M)
     end = tl.load(END).to(tl.int32)
-    if s0 + tl.program_id(0) * BJ < end:
+    last = tl.minimum(e0, end)  # sources from here on may not exist
+    j_ok = j < end
+    if first | (e0 + tl.program_id(0) * BJ < end):
         a = tl.arange(0, BM * G)
         i = s0 + a % G
-        acc = ()
+        acc, acc_own = (), ()
         for q in tl.static_range((KC + W - 1) // W):
             acc = acc + (tl.zeros([BJ, W], tl.float32),)
+            acc_own = acc_own + (tl.zeros([2 * G, W], tl.float32),)
+        at = DS + ((j // G * M * H + h) * G + j % G)[:, None] * G + (a // G * H * G * G + a % G)[None, :]
+        at_own = OWN + (h * G + b % G)[:, None] + (a * H * G)[None, :]  # [M, G, H, G]
         for t in range(m, m_end, BM):
             token = t + a // G
-            ok = (token < m_end) & (i < tl.minimum(e0, end))  # where the forward stopped early, later sources were never written
-            # sources after site j have no weight in it, and their ds was never written
-            ds = tl.load(DS + ((j // G * M * H + h) * G + j % G)[:, None] * G + (token * H * G * G + a % G)[None, :],
-                         mask=ok[None, :] & (j[:, None] < end) & (j[:, None] >= i[None, :]), other=0.0)  # [BJ, BM * G]
-            new = ()
+            t_ok = token < m_end
+            v_ok = t_ok & (i < last)
+            # what was never written is read and put aside: a mask that varies within 16 bytes would make single loads of them
+            ds = tl.load(at + t * H * G * G, mask=j_ok[:, None] & t_ok[None, :], other=0.0)  # [BJ, BM * G]
+            ds = tl.where(v_ok[None, :], ds, 0.0)
+            ds_own = tl.load(at_own + t * H * G * G, mask=t_ok[None, :], other=0.0)  # [2 G, BM * G]
+            ds_own = tl.where((first & (own < last))[:, None] & v_ok[None, :] & (own[:, None] >= i[None, :]), ds_own, 0.0)
+            hi = ds_own.to(V.dtype.element_ty)
+            ds_own = tl.where(b[:, None] < G, hi, (ds_own - hi.to(tl.float32)).to(V.dtype.element_ty))
+            new, new_own = (), ()
             for q in tl.static_range((KC + W - 1) // W):
-                v = tl.load(V + ((token * S + i) * D)[:, None] + col[None, :] + q * W, mask=ok[:, None] & (q * W + k < KC)[None, :], other=0.0)
+                v = tl.load(V + ((token * S + i) * D)[:, None] + col[None, :] + q * W, mask=v_ok[:, None] & (q * W + k < KC)[None, :], other=0.0)
                 new = new + (tl.dot(ds, v, acc[q], input_precision="ieee"),)
-            acc = new
+                new_own = new_own + (tl.dot(ds_own, v, acc_own[q], input_precision="ieee"),)
+            acc, acc_own = new, new_own
         for q in tl.static_range((KC + W - 1) // W):
-            at = DU + (tl.program_id(2) * S + j)[:, None] * D + col[None, :] + q * W
-            ok = (j < end)[:, None] & (q * W + k < KC)[None, :]
-            # sites after this group hold the sums over later sources already, this group's sites start here
-            tl.store(at, acc[q] + tl.load(at, mask=ok & (j >= e0)[:, None], other=0.0), mask=ok)
+            live = (q * W + k < KC)[None, :]
+            du = DU + tl.program_id(2).to(tl.int64) * S * D + col[None, :] + q * W
+            # the group's own sites start here, later ones hold the sums over later sources already
+            tl.store(du + (s0 + g)[:, None] * D, tl.sum(tl.reshape(acc_own[q], [2, G, W]), 0), mask=(first & (s0 + g < last))[:, None] & live)
+            du += j[:, None] * D
+            tl.store(du, acc[q] + tl.load(du, mask=j_ok[:, None] & live, other=0.0), mask=j_ok[:, None] & live)
 
 
 # Delta routing. The sources of a block, N of them and the same for all its sites, are known when it starts: one kernel reads them once and writes
 # what every site will add to its stream, gate * mix. One kernel does the backward, when the gradients of all the block's sites are there, and
 # recomputes the weights. A site's null source has one logit per head, whatever the token: it comes in, and its gradient goes out, as a number.
-# So does rstd: the gradient through the norms is left to autograd, which applies it once per source, not once per source and block.
+# So does rstd: the gradient through the norm is taken once per source (delta_source_backward), not once per source and block.
+# Two tokens at a time fill the 16 rows of the tensor cores: [token 0's sites; token 1's sites] against their sources, other tokens' masked; and
+# where rows are sites alone, the second 8 hold the lo parts of u and null. So one product gives hi and lo, and the fold over a warp's chunk
+# adds them. All small arrays, logits to ds, are [site, (token, source)] and the same in every warp.
+
+@jit
+def _fold(x, CH: tl.constexpr, ROWS: tl.constexpr):
+    """Sum over the chunks and over the hi and lo parts: [CH, (part, site), ROWS] -> [site, ROWS]."""
+    return tl.sum(tl.reshape(x, [2 * CH, 8, ROWS]), 0)
+
+
+@jit
+def _repeat(x, ROWS: tl.constexpr):
+    """[8, ROWS] twice, one above the other: [16, ROWS]."""
+    return tl.reshape(tl.broadcast_to(x[None, :, :], [2, 8, ROWS]), [16, ROWS])
+
+
+@jit
+def _weighted(p, b, acc, CH: tl.constexpr, SPLIT: tl.constexpr):
+    """acc + p b for all chunks, p [rows, columns] in fp32; with SPLIT as hi + lo."""
+    hi = p.to(b[0].dtype)
+    acc = _dot_add(_chunks(hi, CH, b[0].dtype), b, acc)
+    if SPLIT:
+        acc = _dot_add(_chunks(p - hi.to(tl.float32), CH, b[0].dtype), b, acc)
+    return acc
+
+
+@jit
+def _as_fp32(tiles):
+    out = ()
+    for q in tl.static_range(len(tiles)):
+        out = out + (tiles[q].to(tl.float32),)
+    return out
+
+
+@jit
+def _chunks(x, CH: tl.constexpr, dtype: tl.constexpr):
+    """One matrix for all chunks: [CH, rows, columns]."""
+    return tl.broadcast_to(x.to(dtype)[None, :, :], [CH, x.shape[0], x.shape[1]])
+
 
 @jit(do_not_specialize=_RUNTIME)
-def delta_forward(SOURCES, R, UH, UL, NULL, NULL_LOGIT, GATE, OUT, M, TB, J: tl.constexpr, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr,
-                  KC: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr):
-    """OUT[j] = GATE[j] * mix of [NULL[j], SOURCES] for J sites. Program: one head of TB tokens. R [N, M], NULL [J, D], NULL_LOGIT [J, H]."""
+def delta_forward(SOURCES, R, U, NULL, NULL_LOGIT, GATE, OUT, M, TB, J: tl.constexpr, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr,
+                  KC: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr):
+    """OUT[j] = GATE[j] * mix of [NULL[j], SOURCES] for J <= 8 sites. Program: one head of TB tokens, two at a time. R [N, M], U and NULL [2, J, D]
+    (hi and lo parts), NULL_LOGIT [J, H]."""
     D: tl.constexpr = H * K
     N: tl.constexpr = len(SOURCES)
     h = tl.program_id(0) % H
     m = (tl.program_id(0) // H).to(tl.int64) * TB
-    j, n = tl.arange(0, BN), tl.arange(0, BN)
+    m_end = tl.minimum(m + TB, M)
+    a, b, j = tl.arange(0, 2 * BN), tl.arange(0, 16), tl.arange(0, 8)  # rows of (token, source), of (token, site) or (part, site), of sites
     c, k = tl.arange(0, CH)[:, None, None], tl.arange(0, W)[None, None, :]
     col = h * K + c * KC + k
-    j_ok, n_ok = j < J, n < N
-    uh = _tiles(UH, j * D, j_ok, col, k, KC, W, "")  # [CH, BN, W]
-    if SPLIT:
-        ul = _tiles(UL, j * D, j_ok, col, k, KC, W, "")
-    null_logit = tl.load(NULL_LOGIT + j * H + h, mask=j_ok, other=0.0)
-    gate = tl.load(GATE + j, mask=j_ok, other=0.0)
-    source = _pointers(SOURCES, n, BN)
-    zero = tl.zeros([CH, BN, BN], tl.float32)
-    for token in range(m, tl.minimum(m + TB, M)):
-        v = _rows(source, token * D, n_ok, col, k, KC, W)
-        lg = _dot_t(uh, v, zero)
-        if SPLIT:
-            lg += _dot_t(ul, v, zero)
-        lg = tl.where(n_ok[None, :], tl.sum(lg, 0) * tl.load(R + n * M + token, mask=n_ok, other=0.0)[None, :], float("-inf"))  # [J, N]
-        top = tl.maximum(tl.max(lg, 1), null_logit)
-        p, p_null = tl.exp(lg - top[:, None]), tl.exp(null_logit - top)
-        scale = gate / (tl.sum(p, 1) + p_null)
-        null = _scale(_tiles(NULL, j * D, j_ok, col, k, KC, W, ""), p_null * scale)
-        p = (p * scale[:, None]).to(UH.dtype.element_ty)
-        _store_tiles(OUT, (j * M + token) * D, j_ok, col, k, _dot_add(tl.broadcast_to(p[None, :, :], [CH, BN, BN]), v, null), KC, W)
+    u = _tiles(U, (b // 8 * J + b % 8) * D, b % 8 < J, col, k, KC, W, "")  # [CH, 16, W]
+    null = _tiles(NULL, (b // 8 * J + b % 8) * D, b % 8 < J, col, k, KC, W, "")
+    null_logit = tl.load(NULL_LOGIT + j * H + h, mask=j < J, other=0.0)[:, None]
+    gate = tl.load(GATE + j, mask=j < J, other=0.0)[:, None]
+    source = _pointers(SOURCES, a % BN, 2 * BN, ALIGNED)
+    for t in range(m, m_end, 2):
+        token = t + a // BN
+        ok = (a % BN < N) & (token < m_end)
+        v = _rows(source, token * D, ok, col, k, KC, W)  # [CH, 2 BN, W]
+        lg = _fold(_dot_t(u, v, tl.zeros([CH, 16, 2 * BN], tl.float32)), CH, 2 * BN) * tl.load(R + a % BN * M + token, mask=ok, other=0.0)[None, :]
+        lg = tl.reshape(tl.where(ok[None, :], lg, float("-inf")), [8, 2, BN])
+        top = tl.maximum(tl.max(lg, 2), null_logit)  # [site, token]
+        p, p_null = tl.exp(lg - top[:, :, None]), tl.exp(null_logit - top)
+        scale = tl.div_rn(gate, tl.sum(p, 2) + p_null)
+        p = _repeat(tl.reshape(p * scale[:, :, None], [8, 2 * BN]), 2 * BN)
+        p = tl.where(b[:, None] // 8 == a[None, :] // BN, p, 0.0)  # a site's own token only: [(token, site), (token, source)]
+        p_null = tl.where(b[:, None] % 8 == b[None, :] % 8, tl.reshape(tl.trans(p_null * scale), [16])[:, None], 0.0)  # [(token, site), (part, site)]
+        out = _weighted(p, v, _weighted(p_null, null, _empty(CH, 16, KC, W), CH, SPLIT), CH, SPLIT)
+        at = t + b // 8
+        _store_tiles(OUT, (b % 8 * M + at) * D, (b % 8 < J) & (at < m_end), col, k, out, KC, W)
 
 
 @jit(do_not_specialize=_RUNTIME)
-def delta_backward(SOURCES, DOUT, R, UH, UL, NULL, NULL_LOGIT, GATE, DV, DR, DU, DNULL, DLOGIT, DGATE, M, TB, J: tl.constexpr, H: tl.constexpr,
-                   K: tl.constexpr, CH: tl.constexpr, KC: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr):
-    """Gradients of delta_forward's inputs. Program: one head of TB tokens. -> DV[i] [M, D] without the norms' part, DR [N, M, H], and partial sums
-    over TB tokens: DU, DNULL [M / TB, J, D], DLOGIT, DGATE [M / TB, J, H]."""
+def delta_backward(SOURCES, DOUT, R, U, NULL, NULL_LOGIT, GATE, LATER, DV, DR, DPARAM, DLOGIT, DGATE, M, TB, J: tl.constexpr, H: tl.constexpr,
+                   K: tl.constexpr, CH: tl.constexpr, KC: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr,
+                   ALIGNED: tl.constexpr):
+    """Gradients of delta_forward's inputs. Program: one head of TB tokens, two at a time. -> DV[i] [M, D] = LATER[i] (with ADD) + this block's part,
+    without the norms'; DR [N, M, H]; and partial sums over TB tokens: DPARAM [M / TB, 2, J, D] (of u and null), DLOGIT, DGATE [M / TB, J, H]."""
     D: tl.constexpr = H * K
     N: tl.constexpr = len(SOURCES)
+    DT: tl.constexpr = U.dtype.element_ty
     h = tl.program_id(0) % H
     block = tl.program_id(0) // H
     m = block.to(tl.int64) * TB
-    j, n = tl.arange(0, BN), tl.arange(0, BN)
+    m_end = tl.minimum(m + TB, M)
+    a, b, j = tl.arange(0, 2 * BN), tl.arange(0, 16), tl.arange(0, 8)
     c, k = tl.arange(0, CH)[:, None, None], tl.arange(0, W)[None, None, :]
     col = h * K + c * KC + k
-    j_ok, n_ok = j < J, n < N
-    uh = _tiles(UH, j * D, j_ok, col, k, KC, W, "")  # [CH, BN, W]
-    if SPLIT:
-        ul = _tiles(UL, j * D, j_ok, col, k, KC, W, "")
-    null_logit = tl.load(NULL_LOGIT + j * H + h, mask=j_ok, other=0.0)
-    gate = tl.load(GATE + j, mask=j_ok, other=0.0)
-    source, dout, dv_at = _pointers(SOURCES, n, BN), _pointers(DOUT, j, BN), _pointers(DV, n, BN)
-    zero = tl.zeros([CH, BN, BN], tl.float32)
-    du, dnull = _empty(CH, BN, KC, W), _empty(CH, BN, KC, W)
-    dlogit, dgate = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
-    for token in range(m, tl.minimum(m + TB, M)):
-        v = _rows(source, token * D, n_ok, col, k, KC, W)
-        dh = _rows(dout, token * D, j_ok, col, k, KC, W)
-        r = tl.load(R + n * M + token, mask=n_ok, other=0.0)
-        raw = _dot_t(uh, v, zero)
-        if SPLIT:
-            raw += _dot_t(ul, v, zero)
-        raw = tl.sum(raw, 0)  # [J, N]
-        lg = tl.where(n_ok[None, :], raw * r[None, :], float("-inf"))
-        top = tl.maximum(tl.max(lg, 1), null_logit)
-        p, p_null = tl.exp(lg - top[:, None]), tl.exp(null_logit - top)
-        den = tl.sum(p, 1) + p_null
-        p, p_null = p / den[:, None], p_null / den
-        dp = tl.sum(_dot_t(dh, v, zero), 0)
-        null = _tiles(NULL, j * D, j_ok, col, k, KC, W, "")
-        dp_null = tl.sum(tl.sum(dh[0].to(tl.float32) * null[0], 2), 0)
-        for q in tl.static_range(1, len(null)):
-            dp_null += tl.sum(tl.sum(dh[q].to(tl.float32) * null[q], 2), 0)
-        delta = tl.sum(p * dp, 1) + p_null * dp_null  # <dout_j, mix_j>
-        dgate += delta
-        dlogit += gate * p_null * (dp_null - delta)
-        ds = gate[:, None] * p * (dp - delta[:, None])
-        tl.store(DR + (n * M + token) * H + h, tl.sum(ds * raw, 0), mask=n_ok)
-        ds = (ds * r[None, :]).to(UH.dtype.element_ty)
-        p = (gate[:, None] * p).to(UH.dtype.element_ty)
-        dv = _dot_add(tl.broadcast_to(tl.trans(p)[None, :, :], [CH, BN, BN]), dh, _empty(CH, BN, KC, W))
-        dv = _dot_add(tl.broadcast_to(tl.trans(ds)[None, :, :], [CH, BN, BN]), uh, dv)
+    u = _tiles(U, (b // 8 * J + b % 8) * D, b % 8 < J, col, k, KC, W, "")  # [CH, 16, W]
+    null = _tiles(NULL, (b // 8 * J + b % 8) * D, b % 8 < J, col, k, KC, W, "")
+    null_logit = tl.load(NULL_LOGIT + j * H + h, mask=j < J, other=0.0)[:, None]
+    gate = tl.load(GATE + j, mask=j < J, other=0.0)[:, None]
+    source, dout, dv_at = _pointers(SOURCES, a % BN, 2 * BN, ALIGNED), _pointers(DOUT, b % 8, 16, ALIGNED), _pointers(DV, a % BN, 2 * BN, ALIGNED)
+    if ADD:
+        later = _pointers(LATER, a % BN, 2 * BN, ALIGNED)
+    mine = (b[:, None] // 8 == a[None, :] // BN)  # a site's own token: [(token, site), (token, source)]
+    same = b[:, None] % 8 == b[None, :] % 8
+    acc = _empty(CH, 16, KC, W)  # du, dnull
+    dlogit, dgate = tl.zeros([8], tl.float32), tl.zeros([8], tl.float32)
+    for t in range(m, m_end, 2):
+        token, at = t + a // BN, t + b // 8
+        ok = (a % BN < N) & (token < m_end)
+        v = _rows(source, token * D, ok, col, k, KC, W)  # [CH, 2 BN, W]
+        dh = _rows(dout, at * D, (b % 8 < J) & (at < m_end), col, k, KC, W)  # [CH, 16, W]
+        r = tl.load(R + a % BN * M + token, mask=ok, other=0.0)[None, :]
+        zero = tl.zeros([CH, 16, 2 * BN], tl.float32)
+        both = tl.join(_dot_t(u, v, zero), tl.where(mine[None, :, :], _dot_t(dh, v, zero), 0.0))  # one fold for two products
+        raw, dp = tl.split(tl.sum(tl.reshape(both, [2 * CH, 8, 2 * BN, 2]), 0))
+        dp = tl.reshape(dp, [8, 2, BN])
+        dp_null = _fold(tl.where(same[None, :, :], _dot_t(null, dh, tl.zeros([CH, 16, 16], tl.float32)), 0.0), CH, 16)
+        dp_null = tl.sum(tl.reshape(dp_null, [8, 2, 8]), 2)  # [site, token]
+        lg = tl.reshape(tl.where(ok[None, :], raw * r, float("-inf")), [8, 2, BN])
+        top = tl.maximum(tl.max(lg, 2), null_logit)
+        p, p_null = tl.exp(lg - top[:, :, None]), tl.exp(null_logit - top)
+        scale = tl.div_rn(1.0, tl.sum(p, 2) + p_null)
+        p, p_null = p * scale[:, :, None], p_null * scale
+        delta = tl.sum(p * dp, 2) + p_null * dp_null  # <dout_j, mix_j>
+        dgate += tl.sum(delta, 1)
+        p, p_null = p * gate[:, :, None], p_null * gate
+        dlogit += tl.sum(p_null * (dp_null - delta), 1)
+        ds = tl.reshape(p * (dp - delta[:, :, None]), [8, 2 * BN])
+        tl.store(DR + (a % BN * M + token) * H + h, tl.sum(ds * raw, 0), mask=ok)
+        ds = _repeat(ds * r, 2 * BN)  # [(part, site), (token, source)]
+        p = tl.where(mine, _repeat(tl.reshape(p, [8, 2 * BN]), 2 * BN), 0.0)  # [(token, site), (token, source)]
+        p_null = tl.where(same & (b[:, None] >= 8), tl.reshape(tl.trans(p_null), [16])[None, :], 0.0)  # [(part, site), (token, site)]
+        dv = _empty(CH, 2 * BN, KC, W)
+        if ADD:
+            dv = _as_fp32(_rows(later, token * D, ok, col, k, KC, W))
+        dv = _dot_add(_chunks(tl.trans(p), CH, DT), dh, dv)
+        dv = _dot_add(_chunks(tl.trans(ds), CH, DT), u, dv)
         for q in tl.static_range(len(dv)):
-            tl.store(dv_at[None, :, None] + token * D + col + q * W, dv[q].to(UH.dtype.element_ty), mask=n_ok[None, :, None] & (q * W + k < KC))
-        du = _dot_add(tl.broadcast_to(ds[None, :, :], [CH, BN, BN]), v, du)
-        weighted = ()
-        for q in tl.static_range(len(dnull)):
-            weighted = weighted + (dnull[q] + (gate * p_null)[None, :, None] * dh[q].to(tl.float32),)
-        dnull = weighted
-    _store_tiles(DU, (block * J + j) * D, j_ok, col, k, du, KC, W)
-    _store_tiles(DNULL, (block * J + j) * D, j_ok, col, k, dnull, KC, W)
-    tl.store(DLOGIT + (block * J + j) * H + h, dlogit, mask=j_ok)
-    tl.store(DGATE + (block * J + j) * H + h, dgate, mask=j_ok)
+            tl.store(dv_at[None, :, None] + (token * D)[None, :, None] + col + q * W, dv[q].to(DT), mask=ok[None, :, None] & (q * W + k < KC))
+        acc = _dot_add(_chunks(tl.where(b[:, None] < 8, ds, 0.0), CH, DT), v, acc)
+        acc = _dot_add(_chunks(p_null, CH, DT), dh, acc)
+    _store_tiles(DPARAM, ((block * 2 + b // 8) * J + b % 8) * D, b % 8 < J, col, k, acc, KC, W)
+    tl.store(DLOGIT + (block * J + j) * H + h, dlogit, mask=j < J)
+    tl.store(DGATE + (block * J + j) * H + h, dgate, mask=j < J)
+
+
+@jit(do_not_specialize=["eps"])
+def delta_source(X, START, DELTA, RSTD, eps, D: tl.constexpr, BLOCK: tl.constexpr, SUBTRACT: tl.constexpr):
+    """DELTA = X - START (without SUBTRACT: X is the source) and its RSTD. Program: one token."""
+    m = tl.program_id(0).to(tl.int64)
+    square = tl.zeros([BLOCK], tl.float32)
+    for c in tl.static_range(0, D, BLOCK):
+        col = c + tl.arange(0, BLOCK)
+        x = tl.load(X + m * D + col, mask=col < D, other=0.0)
+        if SUBTRACT:
+            x = (x.to(tl.float32) - tl.load(START + m * D + col, mask=col < D, other=0.0).to(tl.float32)).to(X.dtype.element_ty)
+            tl.store(DELTA + m * D + col, x, mask=col < D)
+        square += x.to(tl.float32) * x.to(tl.float32)
+    tl.store(RSTD + m, tl.rsqrt(tl.sum(square) / D + eps))
+
+
+@jit
+def delta_source_backward(V, RSTD, DRSTD, G, DX, DSTART, D: tl.constexpr, BLOCK: tl.constexpr, SUBTRACT: tl.constexpr):
+    """DX = G - DRSTD rstd^3 / D V and, with SUBTRACT, DSTART = -DX. Program: one token."""
+    m = tl.program_id(0).to(tl.int64)
+    r = tl.load(RSTD + m)
+    f = tl.load(DRSTD + m) * r * r * r / D
+    for c in tl.static_range(0, D, BLOCK):
+        col = c + tl.arange(0, BLOCK)
+        dx = tl.load(G + m * D + col, mask=col < D, other=0.0).to(tl.float32) - f * tl.load(V + m * D + col, mask=col < D, other=0.0).to(tl.float32)
+        if SUBTRACT:
+            tl.store(DSTART + m * D + col, -dx.to(V.dtype.element_ty), mask=col < D)
+        tl.store(DX + m * D + col, dx.to(V.dtype.element_ty), mask=col < D)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------------
@@ -561,14 +664,19 @@ def _intra_config(D: int, H: int) -> dict:
     return dict(H=H, HP=HP, K=K, W=W, G=G, num_warps=warps, num_stages=1)
 
 
-def _delta_config(D: int, H: int, J: int, dtype) -> dict:
+def _delta_config(D: int, H: int, N: int, J: int, dtype) -> dict:
     K = D // H
-    CH = min(16, triton.next_power_of_2(triton.cdiv(K, 64)))
+    CH = min(16, triton.next_power_of_2(triton.cdiv(K, 128 if dtype != torch.float32 else 32)))
     while K % CH:
         CH //= 2
     KC = K // CH
-    W = 32 if KC % 32 == 0 or KC % 16 else 16
-    return dict(J=J, H=H, K=K, CH=CH, KC=KC, W=W, BN=16, SPLIT=dtype != torch.float32, num_warps=CH, num_stages=1)
+    W = next((w for w in (64, 32, 16) if KC % w == 0), 32 if KC > 16 else 16)
+    BN = 8 if N <= 8 else 16  # the last of 8 blocks reads 8 sources, the embedding and 7 deltas
+    return dict(J=J, H=H, K=K, CH=CH, KC=KC, W=W, BN=BN, num_warps=CH, num_stages=2 if BN == 8 and dtype != torch.float32 else 1)
+
+
+def _aligned(tensors) -> bool:
+    return all(x.data_ptr() % 16 == 0 for x in tensors)
 
 
 def _split(u: Tensor, dtype) -> tuple[Tensor, Tensor]:
@@ -583,19 +691,20 @@ def _on(x: Tensor):
 
 
 def _forward_buffers(x: Tensor, S: int, H: int) -> list[Tensor]:
-    """v [M, S, D], rstd [S / G, M, G], lse [S / G, M, H, G], and a group's partial results: part [M, G, D], part_lse [M, H, G]."""
+    """v [M, S, D], rstd [S / G, M, G], lse [S / G, M, G, H], and a group's partial results: part [M, G, D], part_lse [M, H, G]."""
     (M, D), groups = x.shape, -(-S // G)
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)
-    return [new(M, S, D, dtype=x.dtype), new(groups, M, G), new(groups, M, H, G), new(M, G, D, dtype=x.dtype), new(M, H, G)]
+    return [new(M, S, D, dtype=x.dtype), new(groups, M, G), new(groups, M, G, H), new(M, G, D, dtype=x.dtype), new(M, H, G)]
 
 
 def _backward_buffers(M: int, D: int, S: int, H: int, dtype) -> list[tuple]:
-    """(shape, dtype, first, last) of what the sites of a backward pass share, from site `first` down to site `last`: delta [S / G, M, H, G],
-    ds [S / G, M, H, G, G], du [blocks of tokens, S, D], part [M, G, D], part_c [M, H, G], and the dh [M, G, D] of every group."""
-    groups, f = -(-S // G), torch.float32
+    """(shape, dtype, first, last) of what the sites of a backward pass share, from site `first` down to site `last`: delta [M, G, H], lse_h and
+    delta_h [S / G, M, H, G], ds [S / G, M, H, G, G], own [M, G, H, G], du [blocks of tokens, S, D], part [M, G, D], part_c [M, H, G], and the
+    dh [M, G, D] of every group."""
+    groups, blocks, f = -(-S // G), -(-M // _query_block(M)), torch.float32
     inner = (groups - 1) * G - 1  # the last group has no later ones to pull from
-    return [((groups, M, H, G), f, S - 1, 0), ((groups, M, H, G, G), dtype, S - 1, 0), ((-(-M // _query_block(M)), S, D), f, S - 1, 0),
-            ((M, G, D), dtype, inner, 0), ((M, H, G), f, inner, 0),
+    return [((M, G, H), f, S - 1, 0), ((groups, M, H, G), f, S - 1, 0), ((groups, M, H, G), f, S - 1, 0), ((groups, M, H, G, G), dtype, S - 1, 0),
+            ((M, G, H, G), f, S - 1, 0), ((blocks, S, D), f, S - 1, 0), ((M, G, D), dtype, inner, 0), ((M, H, G), f, inner, 0),
             *[((M, min(G, S - s0), D), dtype, min(s0 + G, S) - 1, s0) for s0 in range(0, S, G)]]
 
 
@@ -636,9 +745,10 @@ def _(after, size, dtype):
     return after.new_empty(size, dtype=dtype)
 
 
-@torch.library.custom_op("depth_routing::read_backward", mutates_args={"delta", "ds", "du", "part", "part_c", "dh"})
+@torch.library.custom_op("depth_routing::read_backward", mutates_args={"delta", "lse_h", "delta_h", "ds", "own", "du", "part", "part_c", "dh"})
 def read_backward_op(dout: Tensor, h: Tensor, end: Tensor, u: Tensor, u_hi: Tensor, u_lo: Tensor, v: Tensor, rstd: Tensor, lse: Tensor, delta: Tensor,
-                     ds: Tensor, du: Tensor, part: Tensor, part_c: Tensor, dh: Tensor, later: list[Tensor], s: int, H: int) -> tuple[Tensor, Tensor, Tensor]:
+                     lse_h: Tensor, delta_h: Tensor, ds: Tensor, own: Tensor, du: Tensor, part: Tensor, part_c: Tensor, dh: Tensor, later: list[Tensor],
+                     s: int, H: int) -> tuple[Tensor, Tensor, Tensor]:
     (M, D), S = dout.shape, v.shape[1]
     s0, e0 = s // G * G, min(s // G * G + G, S)
     dv, end_out = torch.empty_like(dout), torch.empty_like(end)
@@ -646,12 +756,15 @@ def read_backward_op(dout: Tensor, h: Tensor, end: Tensor, u: Tensor, u_hi: Tens
     with _on(dout):
         if s == e0 - 1 and later:
             padded = tuple(later) + (later[-1],) * (triton.next_power_of_2(len(later)) - len(later))
-            backward_inter[(H * triton.cdiv(M, 2),)](v, rstd, u_hi, u_lo, padded, lse, delta, part, part_c, ds, end, M, S, s0, e0, **c, BN=16,
+            backward_inter[(H * triton.cdiv(M, 2),)](v, rstd, u_hi, u_lo, padded, lse_h, delta_h, part, part_c, ds, end, M, S, s0, e0, **c, BN=16,
                                                      SPLIT=dout.dtype != torch.float32, num_warps=_inter_warps(c, dout.dtype), num_stages=2)
-        backward_intra[(M,)](v, rstd, u, dout, h, dh, lse, delta, part, part_c, ds, dv, end, end_out, M, S, s, s0, e0, MERGE=e0 < S, **_intra_config(D, H))
+        backward_intra[(M,)](v, rstd, u, dout, h, dh, lse, delta, lse_h, delta_h, part, part_c, own, dv, end, end_out, M, S, s, s0, e0,
+                             MERGE=e0 < S, **_intra_config(D, H))
         if s == s0:
-            bj = 64 if S - s0 > 32 else 32
-            backward_query[(triton.cdiv(S - s0, bj), H * c["CH"], du.shape[0])](v, ds, du, end_out, M, S, s0, e0, _query_block(M), **c, BJ=bj, BM=8, num_warps=4, num_stages=2)
+            bj = 64 if S - e0 > 32 else 32
+            grid = max(1, triton.cdiv(S - e0, bj)), H * c["CH"], du.shape[0]
+            backward_query[grid](v, ds, own, du, end_out, M, S, s0, e0, _query_block(M), **c, BJ=bj, BM=8, num_warps=4,
+                                 num_stages=2)
     if s > 0:
         return dv, end_out, du.new_empty(0)
     sites = torch.arange(S, device=du.device)[:, None]
@@ -659,7 +772,7 @@ def read_backward_op(dout: Tensor, h: Tensor, end: Tensor, u: Tensor, u_hi: Tens
 
 
 @read_backward_op.register_fake
-def _(dout, h, end, u, u_hi, u_lo, v, rstd, lse, delta, ds, du, part, part_c, dh, later, s, H):
+def _(dout, h, end, u, u_hi, u_lo, v, rstd, lse, delta, lse_h, delta_h, ds, own, du, part, part_c, dh, later, s, H):
     return torch.empty_like(dout), torch.empty_like(end), du.new_empty(u.shape if s == 0 else 0)
 
 
@@ -694,10 +807,11 @@ class _Read(torch.autograd.Function):
         for i, (size, dtype, first, last) in enumerate(_backward_buffers(M, D, S, H, h.dtype)):
             if s == first or last <= s < first and state[i] is None:
                 state[i] = scratch_op(dout, size, dtype)
-        delta, ds, du, part, part_c, *groups = state
+        delta, lse_h, delta_h, ds, own, du, part, part_c, *groups = state
         if part is None or s >= (S - 1) // G * G:
             part, part_c = h.new_empty(0), delta.new_empty(0)
-        dv, end, du = read_backward_op(dout, h, end, *chain, delta, ds, du, part, part_c, groups[g], [x for x in groups[g + 1:] if x is not None], s, H)
+        later = [x for x in groups[g + 1:] if x is not None]
+        dv, end, du = read_backward_op(dout, h, end, *chain, delta, lse_h, delta_h, ds, own, du, part, part_c, groups[g], later, s, H)
         return dv.view(shape), (du if s == 0 else None), *[None] * 10, end, *state
 
 
@@ -748,11 +862,12 @@ class FusedRouter:
 def delta_op(sources: list[Tensor], rstd: Tensor, u: Tensor, null: Tensor, null_logit: Tensor, gate: Tensor, H: int) -> Tensor:
     (M, D), J = sources[0].shape, u.shape[0]
     dtype = sources[0].dtype
-    u_hi, u_lo = _split(u, dtype)
     out = torch.empty(J, M, D, dtype=dtype, device=u.device)
-    tokens = 8
+    tokens = 16
     with _on(u):
-        delta_forward[(H * triton.cdiv(M, tokens),)](tuple(sources), rstd, u_hi, u_lo, null, null_logit, gate, out, M, tokens, **_delta_config(D, H, J, dtype))
+        u, null = torch.stack(_split(u, dtype)), torch.stack(_split(null, dtype))
+        delta_forward[(H * triton.cdiv(M, tokens),)](tuple(sources), rstd, u, null, null_logit, gate, out, M, tokens,
+                                                     SPLIT=dtype != torch.float32, ALIGNED=_aligned(sources), **_delta_config(D, H, len(sources), J, dtype))
     return out
 
 
@@ -762,44 +877,107 @@ def _(sources, rstd, u, null, null_logit, gate, H):
 
 
 @torch.library.custom_op("depth_routing::delta_backward", mutates_args=())
-def delta_backward_op(dout: list[Tensor], sources: list[Tensor], rstd: Tensor, u: Tensor, null: Tensor, null_logit: Tensor, gate: Tensor, H: int) -> list[Tensor]:
+def delta_backward_op(dout: list[Tensor], sources: list[Tensor], later: list[Tensor], rstd: Tensor, u: Tensor, null: Tensor, null_logit: Tensor,
+                      gate: Tensor, H: int) -> list[Tensor]:
     (M, D), N, J = sources[0].shape, len(sources), u.shape[0]
     dtype = sources[0].dtype
-    u_hi, u_lo = _split(u, dtype)
-    tokens = max(16, triton.cdiv(M, 128))
+    tokens = max(16, triton.cdiv(M, 256) * 2)  # even: two at a time
     blocks = triton.cdiv(M, tokens)
     dv = [torch.empty_like(v) for v in sources]
-    dr, du, dnull = u.new_empty(N, M, H), u.new_empty(blocks, J, D), u.new_empty(blocks, J, D)
+    dr, dparam = u.new_empty(N, M, H), u.new_empty(blocks, 2, J, D)
     dlogit, dgate = u.new_empty(blocks, J, H), u.new_empty(blocks, J, H)
     with _on(u):
-        delta_backward[(H * blocks,)](tuple(sources), tuple(dout), rstd, u_hi, u_lo, null, null_logit, gate, tuple(dv), dr, du, dnull, dlogit, dgate,
-                                      M, tokens, **_delta_config(D, H, J, dtype))
-    return [dr.sum(-1), du.sum(0), dnull.sum(0), dlogit.sum(0), dgate.sum((0, 2)), *dv]
+        u, null = torch.stack(_split(u, dtype)), torch.stack(_split(null, dtype))
+        delta_backward[(H * blocks,)](tuple(sources), tuple(dout), rstd, u, null, null_logit, gate, tuple(later or dv), tuple(dv), dr, dparam, dlogit, dgate,
+                                      M, tokens, ADD=bool(later), ALIGNED=_aligned([*sources, *dout, *later, *dv]), **_delta_config(D, H, N, J, dtype))
+    du, dnull = dparam.sum(0)
+    return [dr.sum(-1), du.clone(), dnull.clone(), dlogit.sum(0), dgate.sum((0, 2)), *dv]
 
 
 @delta_backward_op.register_fake
-def _(dout, sources, rstd, u, null, null_logit, gate, H):
+def _(dout, sources, later, rstd, u, null, null_logit, gate, H):
     return [torch.empty_like(x) for x in (rstd, u, null, null_logit, gate, *sources)]
 
 
 class _Delta(torch.autograd.Function):
-    """gate * mix for up to 8 sites of a block, from [null, sources]."""
+    """gate * mix for up to 8 sites of a block, from [null, sources]. The gradients of the sources travel on `links`, one per source: empty tensors
+    that go from block to block, so that each block's backward gets what later blocks found and adds its own part while it has the rows at hand."""
 
     @staticmethod
-    def forward(ctx, rstd, u, null, null_logit, gate, H, *sources):
+    def forward(ctx, rstd, u, null, null_logit, gate, H, n, *tensors):
+        ctx.set_materialize_grads(False)
+        sources, links = tensors[:n], tensors[n:]
         shape = sources[0].shape
-        flat = [x.detach().reshape(-1, shape[-1]).contiguous() for x in sources]
+        flat = [x.reshape(-1, shape[-1]).contiguous() for x in sources]
         ctx.save_for_backward(rstd, u, null, null_logit, gate, *flat)
-        ctx.H = H
-        return tuple(x.view(shape) for x in delta_op(flat, rstd, u, null, null_logit, gate, H).unbind(0))
+        ctx.H, ctx.shape = H, shape
+        mixes = delta_op(flat, rstd, u, null, null_logit, gate, H).view(-1, *shape)
+        return *mixes.unbind(0), *[x.new_empty(1).expand(x.shape) for x in links]
 
     @staticmethod
-    def backward(ctx, *dout):
+    def backward(ctx, *grads):
         rstd, u, null, null_logit, gate, *sources = ctx.saved_tensors
-        shape = dout[0].shape
-        dout = [x.reshape(sources[0].shape).contiguous() for x in dout]
-        drstd, du, dnull, dlogit, dgate, *dv = delta_backward_op(dout, sources, rstd, u, null, null_logit, gate, ctx.H)
-        return drstd, du, dnull, dlogit, dgate, None, *[x.view(shape) for x in dv]
+        dout = [torch.zeros_like(sources[0]) if x is None else x.reshape(sources[0].shape).contiguous() for x in grads[:len(u)]]
+        later = [x.reshape(sources[0].shape).contiguous() for x in grads[len(u):] if x is not None]  # of all sources, or of none
+        drstd, du, dnull, dlogit, dgate, *dv = delta_backward_op(dout, sources, later, rstd, u, null, null_logit, gate, ctx.H)
+        return drstd, du, dnull, dlogit, dgate, None, None, *[None] * len(sources), *[x.view(ctx.shape) for x in dv]
+
+
+def _row_config(D: int) -> dict:
+    BLOCK = min(4096, triton.next_power_of_2(D))
+    return dict(D=D, BLOCK=BLOCK, num_warps=max(1, BLOCK // 1024), num_stages=1)  # 16 bytes per thread, four times
+
+
+@torch.library.custom_op("depth_routing::delta_source", mutates_args=())
+def delta_source_op(x: Tensor, start: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    M, D = x.shape
+    delta, rstd = x.new_empty(0) if start is None else torch.empty_like(x), torch.empty(M, dtype=torch.float32, device=x.device)
+    with _on(x):
+        delta_source[(M,)](x, x if start is None else start, delta, rstd, eps, SUBTRACT=start is not None, **_row_config(D))
+    return delta, rstd
+
+
+@delta_source_op.register_fake
+def _(x, start, eps):
+    return x.new_empty(0) if start is None else torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("depth_routing::delta_source_backward", mutates_args=())
+def delta_source_backward_op(v: Tensor, rstd: Tensor, drstd: Tensor, g: Tensor, subtract: bool) -> tuple[Tensor, Tensor]:
+    dx, dstart = torch.empty_like(v), torch.empty_like(v) if subtract else v.new_empty(0)
+    with _on(v):
+        delta_source_backward[(len(v),)](v, rstd, drstd, g, dx, dstart, SUBTRACT=subtract, **_row_config(v.shape[1]))
+    return dx, dstart
+
+
+@delta_source_backward_op.register_fake
+def _(v, rstd, drstd, g, subtract):
+    return torch.empty_like(v), torch.empty_like(v) if subtract else v.new_empty(0)
+
+
+class _Source(torch.autograd.Function):
+    """x, or with a start the block's delta x - start, as a source without a gradient of its own; its rstd [M]; and the link that brings its gradient.
+    The gradient through the norm is taken here, once for all blocks."""
+
+    @staticmethod
+    def forward(ctx, x, start, eps):
+        ctx.set_materialize_grads(False)
+        flat = [t if t is None else t.detach().reshape(-1, x.shape[-1]).contiguous() for t in (x, start)]
+        delta, rstd = delta_source_op(*flat, eps)
+        v = flat[0] if start is None else delta
+        ctx.save_for_backward(v, rstd)
+        ctx.shape, ctx.subtract = x.shape, start is not None
+        source = v.view(x.shape) if ctx.subtract else v.new_empty(0)
+        ctx.mark_non_differentiable(source)
+        return source, rstd, v.new_empty(1).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx, _, drstd, g):
+        if g is None:
+            return None, None, None
+        v, rstd = ctx.saved_tensors
+        dx, dstart = delta_source_backward_op(v, rstd, drstd.contiguous(), g.reshape(v.shape).contiguous(), ctx.subtract)
+        return dx.view(ctx.shape), dstart.view(ctx.shape) if ctx.subtract else None, None
 
 
 class FusedDeltaRouter:
@@ -815,47 +993,44 @@ class FusedDeltaRouter:
 
     def __init__(self, x: Tensor, query: Tensor, key_norm: Tensor, null: Tensor, gate: Tensor, n_heads: int, block_sites: int, eps: float = 1e-6):
         S, D = query.shape
-        if -(-S // block_sites) > MAX_BLOCKS:
+        blocks = -(-S // block_sites)
+        if blocks > MAX_BLOCKS:
             raise ValueError(f"{S} sites in blocks of {block_sites} make more than {MAX_BLOCKS} blocks, the kernels' limit")
-        if not torch.compiler.is_compiling() and (reason := kernel_support(x.device, x.dtype, D, n_heads, S)):
+        if not torch.compiler.is_compiling() and (reason := kernel_support(x.device, x.dtype, D, n_heads, S, blocks)):
             raise ValueError(f"the routing kernels cannot run here: {reason}")
         self.H, self.eps, self.block_sites, self.S = n_heads, eps, block_sites, S
         self.u, self.null, self.gate = query.float() * key_norm.float(), null.float(), gate.float()
         null_rstd = (self.null.square().mean(-1, keepdim=True) + eps).rsqrt()
         self.null_logit = (self.u * self.null * null_rstd).view(S, n_heads, -1).sum(-1)  # [S, H]
         self.x = self.block_start = x
-        self.sources, self.rstd = [], []
-        self._append(x)
+        _, rstd, link = _Source.apply(x, None, eps)
+        self.sources, self.rstd, self.links = [x.detach()], [rstd], [link]
         self.site, self.mixes = 0, ()
 
-    def _append(self, x):
-        self.sources.append(x)
-        square = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square().flatten()
-        self.rstd.append((square / x.shape[-1] + self.eps).rsqrt())  # [M]
-
     def read(self) -> Tensor:
-        at = self.site % self.block_sites % G
-        if not self.mixes:
+        if not self.mixes:  # the first site of a block, or the ninth: all sites from here on that read the same sources, up to G of them
             sites = slice(self.site, min(self.site + G, (self.site // self.block_sites + 1) * self.block_sites, self.S))
-            self.mixes = _Delta.apply(torch.stack(self.rstd), self.u[sites], self.null[sites], self.null_logit[sites], self.gate[sites], self.H, *self.sources)
-        return self.x + self.mixes[at]
+            parameters = self.u[sites], self.null[sites], self.null_logit[sites], self.gate[sites]
+            self.mixes = _Delta.apply(torch.stack(self.rstd), *parameters, self.H, len(self.sources), *self.sources, *self.links)
+            self.links = [*self.mixes[sites.stop - sites.start:]]
+        return self.x + self.mixes[self.site % self.block_sites % G]
 
     def write(self, f: Tensor) -> None:
         self.x = self.x + f
         self.site += 1
         if self.site % self.block_sites % G == 0:
             self.mixes = ()
-        if self.site % self.block_sites == 0:
-            self._append(self.x - self.block_start)
+        if self.site % self.block_sites == 0 and self.site < self.S:
+            delta, rstd, link = _Source.apply(self.x, self.block_start, self.eps)
+            self.sources.append(delta), self.rstd.append(rstd), self.links.append(link)
             self.block_start = self.x
 
     def output(self) -> Tensor:
         return self.x
 
 
-
-def kernel_support(device, dtype, D: int, H: int, S: int) -> str | None:
-    """None where the Triton kernels can run, otherwise the reason why not, in one line."""
+def kernel_support(device, dtype, D: int, H: int, S: int, blocks: int = 0) -> str | None:
+    """None where the Triton kernels can run, otherwise the reason why not, in one line. blocks: of delta routing, 0 for full routing."""
     device = torch.device(device)
     if triton is None:
         return "triton is not installed"
@@ -871,11 +1046,11 @@ def kernel_support(device, dtype, D: int, H: int, S: int) -> str | None:
         return f"route_heads={H} does not divide the width {D}"
     if H > MAX_HEADS:
         return f"at most {MAX_HEADS} routing heads, not {H}"
-    width = D // H
-    if not INTERPRETED and width > 160:  # the tiles of backward_inter, padding included: u, its low part, dh of two tokens and the sources, 16 rows each
-        c = _inter_config(D, H)
-        columns = c["CH"] * triton.cdiv(c["KC"], c["W"]) * c["W"]
-        need, limit = columns * (280 if dtype == torch.float32 else 170) + 2048, torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    width, fp32 = D // H, dtype == torch.float32
+    if not INTERPRETED and width > 160:  # what backward_inter, or delta_backward, keeps in shared memory, as measured: bytes per column, padding included
+        c = _delta_config(D, H, blocks, G, dtype) if blocks else _inter_config(D, H)
+        per_column = ((320 if fp32 else 150) if blocks <= 8 else (450 if fp32 else 190)) if blocks else 322 if fp32 else 178
+        need, limit = c["CH"] * triton.cdiv(c["KC"], c["W"]) * c["W"] * per_column, torch.cuda.get_device_properties(device).shared_memory_per_block_optin
         if need > limit:
             return f"a routing head {width} wide needs {need} bytes of shared memory in {dtype}, this GPU has {limit}: take more route_heads"
     if S > MAX_SITES:

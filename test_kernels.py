@@ -245,13 +245,18 @@ def test_opcheck():
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     for s in (0, 8):
         torch.library.opcheck(rk.read_op, (x, u, u, u, *forward, s, H, 1e-6), test_utils=tests)
-        torch.library.opcheck(rk.read_backward_op, (x, x, end, u, u, u, *forward[:3], *back[:5], back[5 + s // 8], back[6 + s // 8:], s, H), test_utils=tests)
+        torch.library.opcheck(rk.read_backward_op, (x, x, end, u, u, u, *forward[:3], *back[:8], back[8 + s // 8], back[9 + s // 8:], s, H), test_utils=tests)
     torch.library.opcheck(rk.scratch_op, (x, [3, 4], torch.float32), test_utils=("test_schema", "test_autograd_registration"))
     torch.library.opcheck(rk.delta_op, ([x, x.clone()], *small, H), test_utils=tests)
-    torch.library.opcheck(rk.delta_backward_op, ([x.clone() for _ in range(3)], [x, x.clone()], *small, H), test_utils=tests)
+    for later in ([], [x, x.clone()]):
+        torch.library.opcheck(rk.delta_backward_op, ([x.clone() for _ in range(3)], [x, x.clone()], later, *small, H), test_utils=tests)
+    for start in (None, x.clone()):
+        torch.library.opcheck(rk.delta_source_op, (x, start, 1e-6), test_utils=tests)
+        torch.library.opcheck(rk.delta_source_backward_op, (x, small[0][0], small[0][1], x.clone(), start is not None), test_utils=tests)
 
 
-def test_one_compiled_graph():
+@pytest.mark.parametrize("delta", [False, True])
+def test_one_compiled_graph(delta):
     """fullgraph=True, forward and backward, compiled once per shape."""
     graphs = []
 
@@ -260,11 +265,12 @@ def test_one_compiled_graph():
         from torch._dynamo.backends.debugging import aot_eager
         return aot_eager(module, example)
 
-    tensors = inputs(9, 2, 16, 2, torch.float32)
-    compiled = torch.compile(lambda *t: chain(FusedRouter, t, 2)[0], backend=backend, fullgraph=True, dynamic=False)
+    tensors = delta_inputs(5, 2, 16, torch.float32) if delta else inputs(9, 2, 16, 2, torch.float32)
+    run = (lambda *t: delta_chain(True, t, 2, 2)) if delta else (lambda *t: chain(FusedRouter, t, 2)[0])
+    compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=False)
     for batch in (2, 1, 2):
         t = [tensors[0][:batch].detach().requires_grad_(), *tensors[1:]]
-        a, b = (torch.autograd.grad(f(*t).square().sum(), t) for f in (compiled, lambda *t: chain(FusedRouter, t, 2)[0]))
+        a, b = (torch.autograd.grad(f(*t).square().sum(), t) for f in (compiled, run))
         assert worst(a, [x.double() for x in b]) < 1e-5
     assert len(graphs) == 2, f"{len(graphs)} graphs for two shapes"
 
@@ -328,7 +334,8 @@ def test_delta_with_closed_gates_changes_nothing():
 # Compilation for GPUs that are not there, with the launch configurations that would be used.
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-KERNELS = ["forward_inter", "forward_intra", "backward_inter", "backward_intra", "backward_query", "delta_forward", "delta_backward"]
+KERNELS = ["forward_inter", "forward_intra", "backward_inter", "backward_intra", "backward_query", "delta_forward", "delta_backward", "delta_source",
+           "delta_source_backward"]
 
 
 class Recorder:
@@ -357,11 +364,14 @@ def launches(D, H, dtype, S=10, M=64):
         back = [torch.zeros(size, dtype=dtype) for size, dtype, *_ in rk._backward_buffers(M, D, S, H, dtype)]
         for s in range(S):
             rk.read_op(x, u, u_hi, u_lo, *forward, s, H, 1e-6)
-            rk.read_backward_op(x, x, end, u, u_hi, u_lo, *forward[:3], *back[:5], back[5 + s // 8], back[6 + s // 8:], s, H)
+            rk.read_backward_op(x, x, end, u, u_hi, u_lo, *forward[:3], *back[:8], back[8 + s // 8], back[9 + s // 8:], s, H)
         small = torch.zeros(3, M), torch.zeros(8, D), torch.zeros(8, D), torch.zeros(8, H), torch.zeros(8)
         sources = [x.clone() for _ in range(3)]
         rk.delta_op(sources, *small, H)
-        rk.delta_backward_op([x.clone() for _ in range(8)], sources, *small, H)
+        rk.delta_backward_op([x.clone() for _ in range(8)], sources, sources, *small, H)
+        for start in (None, x):
+            rk.delta_source_op(x, start, 1e-6)
+            rk.delta_source_backward_op(x, small[0][0], small[0][0], x, start is not None)
     finally:
         for name, kernel in kernels.items():
             setattr(rk, name, kernel)
@@ -400,6 +410,48 @@ def test_16_bit_beats_eager(shape, dtype):
     fused, eager, same = errors(*shape, dtype)
     assert same, "two runs differ"
     assert all(a <= 0.7 * b for a, b in zip(fused, eager)), (fused, eager)
+
+
+def delta_errors(N, J, M, D, H, dtype):
+    """Relative error (norm) against fp64 of a block's [mixes, source, query, norm, null, gate gradients]: fused, eager; and whether two runs agree.
+    The stream is left out: its rounding is the baseline's own."""
+    g = torch.Generator().manual_seed(0)
+    rand = lambda *shape, scale=1.0, shift=0.0: (torch.randn(*shape, generator=g) * scale + shift).to(dtype)
+    data = [rand(N, M, D), rand(J, D, scale=(H / D) ** 0.5), rand(J, D, scale=0.2, shift=1.0), rand(J, D, scale=0.5), rand(J)]
+    upstream = rand(J, M, D).to(DEVICE)
+
+    def run(kind, wanted):
+        v, query, key_norm, null, gate = leaves = [t.to(DEVICE, wanted).requires_grad_() for t in data]
+        sources = v.unbind(0)
+        if kind == "fused":
+            u, n = query.float() * key_norm.float(), null.float()
+            logit = (u * n * (n.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).view(J, H, -1).sum(-1)
+            made = [rk._Source.apply(x, x.new_zeros(x.shape), 1e-6) for x in sources]
+            mixes = rk._Delta.apply(torch.stack([rstd for _, rstd, _ in made]), u, n, logit, gate.float(), H, N, *(x for x, _, _ in made), *(link for *_, link in made))[:J]
+        elif kind == "truth":
+            mixes = [gate[j] * route_reference([null[j].expand_as(sources[0]), *sources], query[j], key_norm[j], H)[0] for j in range(J)]
+        else:
+            routers = [ReferenceRouter(null[j].expand_as(sources[0]), query[j].expand(N + 1, -1), key_norm[j].expand(N + 1, -1), H, eager=True) for j in range(J)]
+            for router in routers:
+                router.sources += sources
+            mixes = [gate[j] * router.read() for j, router in enumerate(routers)]
+        return [torch.stack(list(mixes)), *torch.autograd.grad(mixes, leaves, list(upstream.to(wanted)))]
+
+    fused, again, truth, eager = run("fused", dtype), run("fused", dtype), run("truth", torch.float64), run("eager", dtype)
+    relative = lambda a: [((x.double() - y).norm() / y.norm()).item() for x, y in zip(a, truth)]
+    return relative(fused), relative(eager), all(torch.equal(a, b) for a, b in zip(fused, again))
+
+
+def test_delta_block_fp32():
+    fused, eager, same = delta_errors(3, 5, 3, 32, 2, torch.float32)
+    assert same and all(a <= max(1e-6, 2 * b) for a, b in zip(fused, eager)), (fused, eager)
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(1, 8, 33, 4096, 8), (8, 8, 33, 4096, 8), (9, 3, 17, 1280, 8), (4, 8, 65, 1024, 1)], ids=str)
+def test_delta_16_bit_beats_eager(shape):
+    fused, eager, same = delta_errors(*shape, torch.bfloat16)
+    assert same and all(a <= 0.7 * b for a, b in zip(fused, eager)), (fused, eager)
 
 
 @gpu
