@@ -6,10 +6,10 @@
     python prepare_data.py --inspect=data/stdlib/train.bin
     python prepare_data.py -h                                             # every setting
 
-Two passes, both on all cores and in bounded memory. First each unit of the sources (a few files, or a part of one) is read, split by document
-into train and val, tokenised, and written as runs sorted by a random key. Then the runs are merged, one range of keys after another. A key
-depends on the seed and on the document's place alone, so the order is one global shuffle whatever the number of workers. Finished units
-survive a kill: the same command continues, and ends with the same bytes. Room needed: twice the final files.
+Two passes. First, on all cores, each unit of the sources (a few files, or a part of one) is read, split by document into train and val, tokenised
+and written, with an index of its documents. Then all documents are gathered in the order of a random key, which depends on the seed and on a
+document's place alone: one global shuffle, whatever the number of workers. Finished units survive a kill: the same command continues, and ends
+with the same bytes. Memory: some hundred megabytes per worker, then a hundred bytes per document. Disk: twice the final files.
 """
 
 import fcntl, functools, glob, hashlib, importlib.util, io, json, os, re, shutil, signal, struct, sys, sysconfig, threading, unicodedata
@@ -544,8 +544,8 @@ class Reader:
         """The bytes of the text in a line of jsonl, or None. Half a surrogate pair, which JSON can spell and UTF-8 cannot, becomes bad UTF-8."""
         try:
             row = json.loads(self.decode(line))
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise self.error(f"broken JSON ({getattr(error, 'msg', 'nested too deeply')})", "repair or remove the line") from error
+        except (ValueError, RecursionError) as error:  # also an integer of thousands of digits, lists a thousand deep
+            raise self.error(f"broken JSON ({getattr(error, 'msg', first_line(error))})", "repair or remove the line") from error
         if not isinstance(row, dict):
             raise self.error(f"a {type(row).__name__} where an object with a text column belongs", "repair or remove the line")
         column = self.text_column(row)
@@ -611,8 +611,9 @@ def tokenize_unit(unit, settings, limit, folder):
 
 
 def first_pass(units, settings, targets, folder):
-    """The records, in the order of the units, of as many units of each source as reach its target: train tokens (or bytes), or infinity for all.
-    Goes round by round: one unit of each source tells what a byte of its files yields, and so how many more to take."""
+    """Tokenise as many units of each source, in order, as reach its target: train tokens (or bytes), or infinity for all. Goes round by round: one
+    unit of each source tells what a byte of its files yields, and so how many more to take. Returns the records, in the order of the units, and
+    the amount of train text of each source."""
     waiting = [deque(k for k, unit in enumerate(units) if unit.source == source) for source in range(len(targets))]
     records, have, read = {}, [0] * len(targets), [0] * len(targets)
     total, what = (settings.size, settings.share_of) if settings.size else (sum(unit.size for unit in units), "B")
@@ -628,7 +629,7 @@ def first_pass(units, settings, targets, folder):
                     todo.append(waiting[source].popleft())
                     need -= units[todo[-1]].size * rate if target < np.inf else 0
             if not todo:
-                return [records[k] for k in sorted(records)]
+                return [records[k] for k in sorted(records)], have
             limits = [targets[units[k].source] for k in todo]
             results = (pool.map if pool else map)(tokenize_unit, [units[k] for k in todo], repeat(settings), limits, repeat(folder))
             for k, record in zip(todo, results):
@@ -664,9 +665,8 @@ def start_worker():
 CHUNK_TOKENS = 8 << 20  # tokens gathered in memory before they are written: 32 MB
 
 
-def fit_targets(records, sources, shares, targets, settings):
+def fit_targets(targets, have, sources, shares, settings):
     """The train text to take of each source, or UserError if there is not as much."""
-    have = [sum(record["amount"] for record in records if record["source"] == source) for source in range(len(sources))]
     if shares and 0 in have:
         raise UserError(f"{sources[have.index(0)]}: no text for the train split in it; leave it out, or choose another")
     if shares and not settings.size:  # as much as the scarcest source allows
@@ -814,11 +814,11 @@ def make(missing, sources, shares, units, settings, recipe, out):
         done, useless = len(earlier & known), len(earlier - known)
         print(f"continuing {parts}: {done} of {len(units)} units are done; {useless} of other settings or changed files are not used")
     targets = [share * settings.size for share in shares] if settings.size else [np.inf] * len(sources)
-    records = first_pass(units, settings, targets, parts)
+    records, have = first_pass(units, settings, targets, parts)
     for path, *stat in {file for unit in units for file in unit.files}:
         if "://" not in path and stat != [*stat_file(path)]:
             raise UserError(f"{path}: changed while it was read; run the same command again")
-    targets = fit_targets(records, sources, shares, targets, settings)
+    targets = fit_targets(targets, have, sources, shares, settings)
     empty, bad = (sum(record[what] for record in records) for what in ("empty", "bad_utf8"))
     chosen = {split: choose(split, records, sources, targets, settings, parts) for split in missing}
     for split, (documents, _) in chosen.items():

@@ -339,6 +339,14 @@ def test_a_file_found_twice_counts_once(tmp_path):
     assert len(data.expand(f"{tmp_path}/**/b/**/*.txt")) == 1
 
 
+def test_odd_names_and_other_kinds(tmp_path):
+    (tmp_path / "a[1].txt").write_text("x")
+    (tmp_path / "b.docx").write_text("y")
+    assert len(data.expand(f"{tmp_path}/a[1].txt")) == 1
+    out = run(f"--source={tmp_path}", f"--out_dir={tmp_path}/out", "--val_protocol=paper", "--val_fraction=1")
+    assert "1 files of other kinds left out" in out and documents(tmp_path / "out/train.bin") == ["x"]
+
+
 def test_find_dataset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="prepare_data.py --source=... --out_dir=data/nowhere"):
@@ -358,6 +366,7 @@ def test_find_dataset(tmp_path, monkeypatch):
         (b'{"text": "a"}\n[1]\n', ["row 2", "list"]),
         (b'{"text": "a"}\n{"text": 5}\n', ["row 2", "int", "--text_column"]),
         (b'{"body": "a", "id": 1}\n', ["row 1", "body, id", "--text_column"]),
+        (b'{"text": "a", "id": ' + b"1" * 5000 + b"}\n", ["row 1", "broken JSON", "4300 digits"]),
         (b'{"text": "a"}\n{"text": "\xff"}\n', ["row 2", "UTF-8", "--bad_utf8"]),
     ],
 )
@@ -434,6 +443,14 @@ def test_what_needs_the_hub_says_so_at_once(tmp_path, args):
     assert "hub" in line or "pip install" in line
 
 
+def test_a_module_that_has_the_name_of_a_package_of_rank_files(tmp_path, monkeypatch):
+    (tmp_path / "whisper.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(data, "HERE", tmp_path)
+    with pytest.raises(UserError, match="pip install openai-whisper"):
+        data.rank_file("gpt2")
+
+
 def test_a_gated_dataset(monkeypatch):
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError
@@ -478,6 +495,30 @@ def test_mix(tmp_path, monkeypatch, share_of, size):
     else:
         assert amounts.sum() > 150_000  # a is the scarcest and is used whole
     assert payload(folder) == payload(make("two", 2))
+
+
+def test_units_without_a_row_do_not_make_it_read_everything(tmp_path, monkeypatch):
+    import pyarrow.parquet
+
+    monkeypatch.setattr(data, "UNIT_BYTES", 1000)
+    for i in range(20):  # one row group each: all rows are in the last part of a file
+        pyarrow.parquet.write_table(pyarrow.table({"text": articles(200)}), tmp_path / f"{i}.parquet", use_dictionary=False)
+    asked, tokenize_unit = [], data.tokenize_unit
+
+    def count(unit, *args):
+        asked.append(tokenize_unit(unit, *args))
+        return asked[-1]
+
+    monkeypatch.setattr(data, "tokenize_unit", count)
+    data.prepare(data.Settings(f"{tmp_path}/*.parquet", size=20_000, val_fraction=0.3, out_dir=f"{tmp_path}/out", workers=1))
+    assert asked[0]["amount"] == 0 and 2 <= sum(record["amount"] > 0 for record in asked) <= 5
+
+
+def test_a_mix_with_a_source_without_text(tmp_path):
+    a, b = str(jsonl(tmp_path / "a.jsonl", articles(300))), str(jsonl(tmp_path / "b.jsonl", ["", ""]))
+    for size in ({}, {"size": 1000}):
+        mix = write_mix(tmp_path / "mix.py", shares={a: 0.5, b: 0.5}, out_dir=f"{tmp_path}/out", **size)
+        assert f"{b}: no text for the train split" in run(mix, code=2)
 
 
 def test_mix_file(tmp_path):
