@@ -9,14 +9,14 @@
 Two passes. First, on all cores, each unit of the sources (a few files, or a part of one) is read, split by document into train and val, tokenised
 and written, with an index of its documents. Then all documents are gathered in the order of a random key, which depends on the seed and on a
 document's place alone: one global shuffle, whatever the number of workers. Finished units survive a kill: the same command continues, and ends
-with the same bytes. Memory: some hundred megabytes per worker, then a hundred bytes per document. Disk: twice the final files.
+with the same bytes. Memory: some hundred megabytes per worker, then under a hundred bytes per document. Disk: twice the final files.
 """
 
 import fcntl, functools, glob, hashlib, importlib.util, io, json, os, re, shutil, signal, struct, sys, sysconfig, threading, unicodedata
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import repeat
 from multiprocessing import get_context, parent_process
@@ -617,10 +617,12 @@ def first_pass(units, settings, targets, folder):
     waiting = [deque(k for k, unit in enumerate(units) if unit.source == source) for source in range(len(targets))]
     records, have, read = {}, [0] * len(targets), [0] * len(targets)
     total, what = (settings.size, settings.share_of) if settings.size else (sum(unit.size for unit in units), "B")
-    workers = min(settings.workers or core_count(), len(units))
-    # spawned, because pyarrow and tiktoken hold threads and locks that a fork would copy in any state; no process for one worker
-    processes = ProcessPoolExecutor(workers, get_context("spawn"), start_worker) if workers > 1 else nullcontext()
-    with processes as pool, progress(total, "tokenise", what) as bar:
+    workers, run = min(settings.workers or core_count(), len(units)), map
+    with ExitStack() as stack, progress(total, "tokenise", what) as bar:
+        if workers > 1:  # spawned, because pyarrow and tiktoken hold threads and locks that a fork would copy in any state
+            pool = ProcessPoolExecutor(workers, get_context("spawn"), start_worker)
+            stack.callback(pool.shutdown, cancel_futures=True)
+            run = pool.map
         while True:
             todo = []
             for source, target in enumerate(targets):
@@ -631,8 +633,7 @@ def first_pass(units, settings, targets, folder):
             if not todo:
                 return [records[k] for k in sorted(records)], have
             limits = [targets[units[k].source] for k in todo]
-            results = (pool.map if pool else map)(tokenize_unit, [units[k] for k in todo], repeat(settings), limits, repeat(folder))
-            for k, record in zip(todo, results):
+            for k, record in zip(todo, run(tokenize_unit, [units[k] for k in todo], repeat(settings), limits, repeat(folder))):
                 records[k], source = record, record["source"]
                 have[source], read[source] = have[source] + record["amount"], read[source] + units[k].size
                 bar.update((sum(map(min, have, targets)) if settings.size else sum(read)) - bar.n)
@@ -681,14 +682,15 @@ def fit_targets(targets, have, sources, shares, settings):
 def choose(split, records, sources, targets, settings, folder):
     """The documents of one split, uint64 [4, documents] (key, number of the record, first token within its unit, tokens), and
     {source: [documents, tokens, bytes]}. A document is in if the train text of its source before it is less than the target."""
-    left, chosen, counts = list(targets), [], {source: [0, 0, 0] for source in sources}
+    left, chosen, counts = list(targets), [], {name: [0, 0, 0] for name in sources}
     for k, record in enumerate(records):
         key, side, start, length, size = np.fromfile(folder / f"{record['name']}.index", "<u8").reshape(-1, 5).T
         source, amount = record["source"], (length if settings.share_of == "tokens" else size) * (side == 0)
         mine = (side == SPLITS.index(split)) & (np.cumsum(amount) - amount < left[source])
         left[source] -= record["amount"]
         chosen.append(np.stack([key, np.full_like(key, k), start, length])[:, mine])
-        counts[sources[source]] = [int(sum(n)) for n in zip(counts[sources[source]], (mine.sum(), length[mine].sum(), size[mine].sum()))]
+        for i, n in enumerate((mine.sum(), length[mine].sum(), size[mine].sum())):
+            counts[sources[source]][i] += int(n)
     return np.concatenate(chosen, 1), counts
 
 

@@ -585,6 +585,24 @@ def test_a_source_that_changes_between_two_runs(tmp_path, monkeypatch, capsys):
     assert both(tmp_path / "out") == both(tmp_path / "fresh")
 
 
+def test_stopped_between_the_two_files(tmp_path, monkeypatch):
+    settings, merge = data.Settings(str(jsonl(tmp_path / "a.jsonl", articles(100))), out_dir=f"{tmp_path}/out", workers=1), data.merge
+
+    def stop_at_the_second(*args):
+        if (tmp_path / "out/train.bin").exists():
+            raise InterruptedError("stopped")
+        return merge(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="stopped"):
+        patch.setattr(data, "merge", stop_at_the_second)
+        data.prepare(settings)
+    train = (tmp_path / "out/train.bin").stat()
+    assert not (tmp_path / "out/val.bin").exists()
+    data.prepare(settings)
+    assert both(tmp_path / "out") == both(data.prepare(dataclasses.replace(settings, out_dir=f"{tmp_path}/fresh")))
+    assert (tmp_path / "out/train.bin").stat().st_mtime_ns == train.st_mtime_ns and len(os.listdir(tmp_path / "out")) == 2
+
+
 def test_a_larger_size_that_was_stopped_leaves_the_smaller_one_right(tmp_path, monkeypatch):
     settings = data.Settings(str(jsonl(tmp_path / "a.jsonl", articles(400))), size=5000, out_dir=f"{tmp_path}/out", workers=1)
     atomic = data.atomic
