@@ -604,6 +604,9 @@ def tokenize_unit(unit, settings, limit, folder):
             start += len(ids)
             if amount >= limit:
                 break
+    for file in unit.files:
+        if "://" not in file[0] and file != (file[0], *stat_file(file[0])):
+            raise UserError(f"{file[0]}: changed while it was read; run the same command again")
     record = dict(name=path.name, source=unit.source, whole=amount < limit, amount=amount, empty=reader.empty, bad_utf8=reader.bad_utf8)
     with atomic(done) as file:
         file.write(json.dumps(record).encode())
@@ -612,10 +615,10 @@ def tokenize_unit(unit, settings, limit, folder):
 
 def first_pass(units, settings, targets, folder):
     """Tokenise as many units of each source, in order, as reach its target: train tokens (or bytes), or infinity for all. Goes round by round: one
-    unit of each source tells what a byte of its files yields, and so how many more to take. Returns the records, in the order of the units, and
-    the amount of train text of each source."""
-    waiting = [deque(k for k, unit in enumerate(units) if unit.source == source) for source in range(len(targets))]
-    records, have, read = {}, [0] * len(targets), [0] * len(targets)
+    unit of each source tells what a byte of its files yields, and so how many more to take. Returns the records, those of one source in the order
+    of its units, and the amount of train text of each source."""
+    waiting = [deque(unit for unit in units if unit.source == source) for source in range(len(targets))]
+    records, have, read = [], [0] * len(targets), [0] * len(targets)
     total, what = (settings.size, settings.share_of) if settings.size else (sum(unit.size for unit in units), "B")
     workers, run = min(settings.workers or core_count(), len(units)), map
     with ExitStack() as stack, progress(total, "tokenise", what) as bar:
@@ -629,13 +632,14 @@ def first_pass(units, settings, targets, folder):
                 need, rate = target - have[source], have[source] / read[source] if have[source] else np.inf  # a unit can be empty
                 while waiting[source] and need > 0:
                     todo.append(waiting[source].popleft())
-                    need -= units[todo[-1]].size * rate if target < np.inf else 0
+                    need -= todo[-1].size * rate if target < np.inf else 0
             if not todo:
-                return [records[k] for k in sorted(records)], have
-            limits = [targets[units[k].source] for k in todo]
-            for k, record in zip(todo, run(tokenize_unit, [units[k] for k in todo], repeat(settings), limits, repeat(folder))):
-                records[k], source = record, record["source"]
-                have[source], read[source] = have[source] + record["amount"], read[source] + units[k].size
+                return records, have
+            limits = [targets[unit.source] for unit in todo]
+            for unit, record in zip(todo, run(tokenize_unit, todo, repeat(settings), limits, repeat(folder))):
+                records.append(record)
+                have[unit.source] += record["amount"]
+                read[unit.source] += unit.size
                 bar.update((sum(map(min, have, targets)) if settings.size else sum(read)) - bar.n)
                 if len(targets) > 1:
                     bar.set_postfix_str("shares " + " ".join(f"{amount / max(1, sum(have)):.0%}" for amount in have))
@@ -651,13 +655,8 @@ def core_count():
 
 def start_worker():
     """Leave Ctrl-C to the parent, and end if the parent is killed: a worker would wait for work for ever."""
-
-    def watch():
-        parent_process().join()
-        os._exit(1)
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
 
 
 # -----------------------------------------------------------------------------
@@ -734,9 +733,9 @@ def prepare(settings, wait=False):
             shutil.rmtree(out / PARTS, ignore_errors=True)
     except BrokenProcessPool as error:
         raise UserError("a worker was killed, likely for want of memory; the same command continues: try it with fewer --workers") from error
+    except BrokenPipeError:  # nobody reads what is printed
+        raise
     except OSError as error:
-        if isinstance(error, BrokenPipeError):  # nobody reads what is printed
-            raise
         raise UserError(f"{error.filename or out}: {error.strerror or first_line(error)}; see to that, then the same command continues") from error
     return out
 
@@ -817,9 +816,6 @@ def make(missing, sources, shares, units, settings, recipe, out):
         print(f"continuing {parts}: {done} of {len(units)} units are done; {useless} of other settings or changed files are not used")
     targets = [share * settings.size for share in shares] if settings.size else [np.inf] * len(sources)
     records, have = first_pass(units, settings, targets, parts)
-    for path, *stat in {file for unit in units for file in unit.files}:
-        if "://" not in path and stat != [*stat_file(path)]:
-            raise UserError(f"{path}: changed while it was read; run the same command again")
     targets = fit_targets(targets, have, sources, shares, settings)
     empty, bad = (sum(record[what] for record in records) for what in ("empty", "bad_utf8"))
     chosen = {split: choose(split, records, sources, targets, settings, parts) for split in missing}

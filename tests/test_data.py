@@ -566,6 +566,22 @@ def test_killed_and_continued(tmp_path):
     assert sorted(path.name for path in (tmp_path / "killed").iterdir()) == ["train.bin", "val.bin"]
 
 
+def test_a_source_that_changes_while_it_is_read(tmp_path, monkeypatch):
+    source = jsonl(tmp_path / "a.jsonl", articles(100))
+    settings, decode = data.Settings(str(source), out_dir=f"{tmp_path}/out", workers=1), data.Reader.decode
+
+    def append(self, line):
+        with open(source, "a") as file:
+            file.write(json.dumps({"text": "more"}) + "\n")
+        monkeypatch.undo()
+        return decode(self, line)
+
+    monkeypatch.setattr(data.Reader, "decode", append)
+    with pytest.raises(UserError, match="a.jsonl: changed while it was read"):
+        data.prepare(settings)
+    assert sum(data.open_bin(path).header["sources"][str(source)][0] for path in data.prepare(settings).glob("*.bin")) == 101
+
+
 def test_a_source_that_changes_between_two_runs(tmp_path, monkeypatch, capsys):
     for i, text in enumerate(articles(3)):
         jsonl(tmp_path / f"{i}.jsonl", articles(50, 10 + i))
