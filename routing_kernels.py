@@ -66,8 +66,9 @@ def route_reference(sources, query: Tensor, key_norm: Tensor, n_heads: int, eps:
 
 # ---------------------------------------------------------------------------------------------------------------------------------------------
 # Kernels. Widths such as 160 are no power of two, so a row is a tuple of narrow tiles (5 x 32), and whatever runs over columns is a static loop
-# over the tuple. In the inter kernels a wide head is CH chunks of KC columns, one warp each. In 16-bit types u enters the tensor-core products
-# as hi + lo; sums, logits and softmax are fp32.
+# over the tuple. In the inter kernels a wide head is CH chunks of KC columns, one warp each, and rows come in sixteens, as tensor cores take them:
+# the G sources of a group for two tokens, (token, source), likewise (token, site), or (part, site): in 16-bit types u enters the products as hi + lo.
+# Where rows of two tokens meet, what belongs to different tokens is masked. Sums, logits and softmax are fp32.
 
 def jit(function=None, **options):
     """triton.jit, or nothing where there is no triton."""
@@ -134,6 +135,12 @@ def _dot_add(p, b, acc):
 
 
 @jit
+def _chunks(x, CH: tl.constexpr, dtype: tl.constexpr):
+    """One matrix for all chunks: [CH, rows, columns]."""
+    return tl.broadcast_to(x.to(dtype)[None, :, :], [CH, x.shape[0], x.shape[1]])
+
+
+@jit
 def _scale(acc, by):
     """by[row] acc, tile by tile."""
     tiles = ()
@@ -148,24 +155,34 @@ def _store_tiles(base, row, row_ok, col, k, tiles, KC: tl.constexpr, W: tl.const
         tl.store(base + row[None, :, None] + col + q * W, tiles[q].to(base.dtype.element_ty), mask=row_ok[None, :, None] & (q * W + k < KC))
 
 
+@jit
+def _fold(x, CH: tl.constexpr, ROWS: tl.constexpr):
+    """Sum over the chunks and over the hi and lo parts: [CH, (part, site), ROWS] -> [site, ROWS]."""
+    return tl.sum(tl.reshape(x, [2 * CH, 8, ROWS]), 0)
+
+
+@jit
+def _repeat(x, ROWS: tl.constexpr):
+    """[8, ROWS] twice, one above the other: [16, ROWS]."""
+    return tl.reshape(tl.broadcast_to(x[None, :, :], [2, 8, ROWS]), [16, ROWS])
+
+
 @jit(do_not_specialize=_RUNTIME)
-def forward_inter(V, R, UH, UL, PART, PART_LSE, M, S, s0, TB, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr, KC: tl.constexpr,
-                  W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr):
+def forward_inter(V, R, UH, UL, PART, PART_LSE, M, S, s0, TB, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr, KC: tl.constexpr, W: tl.constexpr,
+                  G: tl.constexpr, BN: tl.constexpr):
     """Sites s0..s0+G-1 attend to sources 0..s0-1. Program: one head of TB tokens. -> PART [M, G, D], normalised; PART_LSE [M, H, G]."""
+    # The 16 rows of a tensor-core tile are (part, site): of u in the logits, of p in the mix. So both are exact at the price of neither.
     D: tl.constexpr = H * K
     h = tl.program_id(0) % H
     m = (tl.program_id(0) // H).to(tl.int64) * TB
     tokens = tl.minimum(M - m, TB).to(tl.int32)
-    g, n = tl.arange(0, G), tl.arange(0, BN)
+    b, g, n = tl.arange(0, 2 * G), tl.arange(0, G), tl.arange(0, BN)
     c, k = tl.arange(0, CH)[:, None, None], tl.arange(0, W)[None, None, :]
     col = h * K + c * KC + k
-    g_ok = s0 + g < S
-    uh = _tiles(UH, (s0 + g) * D, g_ok, col, k, KC, W, "")  # [CH, G, W]: the sites' queries, the same for all tokens
-    if SPLIT:
-        ul = _tiles(UL, (s0 + g) * D, g_ok, col, k, KC, W, "")
+    u = _rows(_pointers((UH, UL), b // G, 2 * G, True), (s0 + b % G) * D, s0 + b % G < S, col, k, KC, W)  # [CH, 2 G, W], the same for all tokens
     top = tl.full([G], float("-inf"), tl.float32)  # running maximum and sum of the softmax
     den = tl.zeros([G], tl.float32)
-    acc = _empty(CH, G, KC, W)
+    acc = _empty(CH, 2 * G, KC, W)
     blocks = tl.cdiv(s0, BN)
     for step in range(tokens * blocks):  # all blocks of all tokens in one loop, so that the pipeline never drains
         token = m + step // blocks
@@ -173,76 +190,73 @@ def forward_inter(V, R, UH, UL, PART, PART_LSE, M, S, s0, TB, H: tl.constexpr, K
         ok = i < s0
         v = _tiles(V + token * S * D, i * D, ok, col, k, KC, W, "")  # [CH, BN, W]
         r = tl.load(R + (i // G * M + token) * G + i % G, mask=ok, other=0.0)
-        zero = tl.zeros([CH, G, BN], tl.float32)
-        lg = _dot_t(uh, v, zero)
-        if SPLIT:
-            lg += _dot_t(ul, v, zero)
-        lg = tl.where(ok[None, :], tl.sum(lg, 0) * r[None, :], float("-inf"))  # [G, BN]
+        lg = _fold(_dot_t(u, v, tl.zeros([CH, 2 * G, BN], tl.float32)), CH, BN)
+        lg = tl.where(ok[None, :], lg * r[None, :], float("-inf"))  # [G, BN]
         top_new = tl.maximum(top, tl.max(lg, 1))
         scale = tl.exp(top - top_new)
         p = tl.exp(lg - top_new[:, None])
         den = den * scale + tl.sum(p, 1)
         top = top_new
-        acc = _dot_add(tl.broadcast_to(p.to(V.dtype.element_ty)[None, :, :], [CH, G, BN]), v, _scale(acc, scale))
+        p = _repeat(p, BN)
+        hi = p.to(V.dtype.element_ty)
+        p = tl.where(b[:, None] < G, hi, (p - hi.to(tl.float32)).to(V.dtype.element_ty))
+        acc = _dot_add(_chunks(p, CH, V.dtype.element_ty), v, _scale(acc, tl.reshape(tl.broadcast_to(scale[None, :], [2, G]), [2 * G])))
         if step % blocks == blocks - 1:
-            _store_tiles(PART, (token * G + g) * D, g_ok, col, k, _scale(acc, 1.0 / den), KC, W)
-            tl.store(PART_LSE + (token * H + h) * G + g, top + tl.log(den), mask=g_ok)
+            by = (1.0 / den)[None, :, None]
+            for q in tl.static_range(len(acc)):
+                out = tl.sum(tl.reshape(acc[q], [CH, 2, G, W]), 1) * by
+                tl.store(PART + ((token * G + g) * D)[None, :, None] + col + q * W, out.to(PART.dtype.element_ty), mask=(s0 + g < S)[None, :, None] & (q * W + k < KC))
+            tl.store(PART_LSE + (token * H + h) * G + g, top + tl.log(den), mask=s0 + g < S)
             top = tl.full([G], float("-inf"), tl.float32)
             den = tl.zeros([G], tl.float32)
-            acc = _empty(CH, G, KC, W)
+            acc = _empty(CH, 2 * G, KC, W)
 
 
 @jit(do_not_specialize=_RUNTIME)
 def backward_inter(V, R, UH, UL, DH, LSE_H, DEL_H, PART, PART_C, DS, END, M, S, s0, e0, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr,
-                   KC: tl.constexpr, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr):
-    """Sources s0..e0-1 pull from sites e0..END-1. Program: one head of two tokens, whose 2 G sources fill the 16 rows of a tensor-core tile and
-    share the reads of u. DH: a tensor [M, G, D] per later group (a short last one has fewer rows), padded to a power of two.
-    -> PART [M, G, D], PART_C [M, H, G], DS [S / G, M, H, G, G]."""
+                   KC: tl.constexpr, W: tl.constexpr, G: tl.constexpr):
+    """Sources s0..e0-1 pull from sites e0..END-1. Program: one head of two tokens, one later group at a time. DH: a tensor [M, G, D] per later group
+    (a short last one has fewer rows), padded to a power of two. -> PART [M, G, D], PART_C [M, H, G], DS [S / G, M, H, G, G]."""
     D: tl.constexpr = H * K
+    DT: tl.constexpr = V.dtype.element_ty
     pairs = tl.cdiv(M, 2)
     h = tl.program_id(0) // pairs
-    m0 = (tl.program_id(0) % pairs).to(tl.int64) * 2
-    m1 = tl.minimum(m0 + 1, M - 1)  # of an odd number of tokens the last is done twice, with the same result
+    at = (tl.program_id(0) % pairs).to(tl.int64) * 2
     end = tl.load(END).to(tl.int32)
-    a, n = tl.arange(0, 2 * G), tl.arange(0, BN)
-    g, first = a % G, a < G
-    m = tl.where(first, m0, m1)
+    a, g, t = tl.arange(0, 2 * G), tl.arange(0, G)[None, :], tl.arange(0, 2)[:, None]
+    m, token = tl.minimum(at + a // G, M - 1), tl.minimum(at + t, M - 1)  # of an odd number of tokens the last is done twice, with the same result
     c, k = tl.arange(0, CH)[:, None, None], tl.arange(0, W)[None, None, :]
     col = h * K + c * KC + k
-    v = _tiles(V, (m * S + s0 + g) * D, a < 2 * G, col, k, KC, W, ".cg")  # [CH, 2 G, W]
-    r = tl.load(R + (s0 // G * M + m) * G + g)
-    total = tl.zeros([2 * G], tl.float32)  # sum_j ds_ji logit_ji
+    u_at = _pointers((UH, UL), a // G, 2 * G, True)
+    v = _tiles(V, (m * S + s0 + a % G) * D, a < 2 * G, col, k, KC, W, ".cg")  # [CH, (token, source), W]
+    r = tl.load(R + (s0 // G * M + token) * G + g)[:, :, None]
+    mine = a[:, None] // G == a[None, :] // G
+    total = tl.zeros([2, G], tl.float32)  # sum_j ds_ji logit_ji
     acc = _empty(CH, 2 * G, KC, W)
-    for j in range(e0, end, BN):
-        row = j + n
-        ok = row < end
-        group = row // G
-        dh = _pointers(DH, group - e0 // G, BN, True) + row % G * D
-        rows = tl.minimum(S - group * G, G) * D
-        dh0 = _rows(dh + m0 * rows, 0, ok, col, k, KC, W)  # [CH, BN, W]
-        dh1 = _rows(dh + m1 * rows, 0, ok, col, k, KC, W)
-        uh = _tiles(UH, row * D, ok, col, k, KC, W, "")
-        zero = tl.zeros([CH, 2 * G, BN], tl.float32)
-        lg = _dot_t(v, uh, zero)
-        if SPLIT:
-            lg = _dot_t(v, _tiles(UL, row * D, ok, col, k, KC, W, ""), lg)
-        lg = tl.sum(lg, 0) * r[:, None]  # [2 G, BN]
-        dp = tl.sum(tl.where(first[None, :, None], _dot_t(v, dh0, zero), _dot_t(v, dh1, zero)), 0)
-        at0, at1 = ((group * M + m0) * H + h) * G + row % G, ((group * M + m1) * H + h) * G + row % G
-        lse0, lse1 = tl.load(LSE_H + at0, mask=ok, other=0.0), tl.load(LSE_H + at1, mask=ok, other=0.0)
-        delta0, delta1 = tl.load(DEL_H + at0, mask=ok, other=0.0), tl.load(DEL_H + at1, mask=ok, other=0.0)
-        p = tl.where(ok[None, :], tl.exp(lg - tl.where(first[:, None], lse0[None, :], lse1[None, :])), 0.0)
-        ds = p * (dp - tl.where(first[:, None], delta0[None, :], delta1[None, :]))
-        total += tl.sum(ds * lg, 1)
-        ds = (ds * r[:, None]).to(V.dtype.element_ty)
-        tl.store(DS + tl.where(first[:, None], at0[None, :], at1[None, :]) * G + g[:, None], ds, mask=ok[None, :])
-        p0 = tl.where(first[:, None], p, 0.0).to(V.dtype.element_ty)  # each token's rows take their own dh
-        p1 = tl.where(first[:, None], 0.0, p).to(V.dtype.element_ty)
-        acc = _dot_add(tl.broadcast_to(p0[None, :, :], [CH, 2 * G, BN]), dh0, acc)
-        acc = _dot_add(tl.broadcast_to(p1[None, :, :], [CH, 2 * G, BN]), dh1, acc)
-        acc = _dot_add(tl.broadcast_to(ds[None, :, :], [CH, 2 * G, BN]), uh, acc)
-    _store_tiles(PART, (m * G + g) * D, a < 2 * G, col, k, acc, KC, W)
-    tl.store(PART_C + (m * H + h) * G + g, total)
+    for group in range(e0 // G, tl.cdiv(end, G)):
+        ok, ok_g = group * G + a % G < end, group * G + g < end
+        dh_at = DH[0]
+        for i in tl.static_range(1, len(DH)):
+            dh_at = tl.where(group - e0 // G >= i, DH[i], dh_at)
+        dh = _tiles(tl.multiple_of(dh_at, 16), (m * tl.minimum(S - group * G, G) + a % G) * D, ok, col, k, KC, W, "")  # [CH, (token, site), W]
+        u = _rows(u_at, (group * G + a % G) * D, ok, col, k, KC, W)  # [CH, (part, site), W]
+        zero = tl.zeros([CH, 2 * G, 2 * G], tl.float32)
+        both = tl.join(_dot_t(v, u, zero), tl.where(mine[None, :, :], _dot_t(v, dh, zero), 0.0))  # one sum over the chunks for two products
+        lg, dp = tl.split(tl.sum(tl.sum(tl.reshape(both, [CH, 2, G, 2, G, 2]), 3), 0))  # [token, source, site]
+        stat = ((group * M + token) * H + h) * G + g
+        lse, delta = tl.load(LSE_H + stat, mask=ok_g, other=0.0), tl.load(DEL_H + stat, mask=ok_g, other=0.0)  # [token, site]
+        lg *= r
+        p = tl.where(ok_g[:, None, :], tl.exp(lg - lse[:, None, :]), 0.0)
+        ds = p * (dp - delta[:, None, :])
+        total += tl.sum(ds * lg, 2)
+        ds = (ds * r).to(DT)
+        tl.store(DS + stat[:, None, :] * G + g[:, :, None], ds, mask=ok_g[:, None, :])
+        p = tl.join(tl.where(t[:, :, None] == 0, p, 0.0), tl.where(t[:, :, None] == 1, p, 0.0)).to(DT)
+        p = tl.reshape(tl.permute(p, (0, 1, 3, 2)), [2 * G, 2 * G])  # [(token, source), (token, site)]
+        ds = tl.reshape(tl.broadcast_to(tl.reshape(ds, [2, G, 1, G]), [2, G, 2, G]), [2 * G, 2 * G])  # [(token, source), (part, site)]
+        acc = _dot_add(_chunks(ds, CH, DT), u, _dot_add(_chunks(p, CH, DT), dh, acc))
+    _store_tiles(PART, (m * G + a % G) * D, a < 2 * G, col, k, acc, KC, W)
+    tl.store(PART_C + (token * H + h) * G + g, total)
 
 
 @jit
@@ -474,18 +488,6 @@ def backward_query(V, DS, OWN, DU, END, M, S, s0, e0, TB, H: tl.constexpr, K: tl
 # adds them. All small arrays, logits to ds, are [site, (token, source)] and the same in every warp.
 
 @jit
-def _fold(x, CH: tl.constexpr, ROWS: tl.constexpr):
-    """Sum over the chunks and over the hi and lo parts: [CH, (part, site), ROWS] -> [site, ROWS]."""
-    return tl.sum(tl.reshape(x, [2 * CH, 8, ROWS]), 0)
-
-
-@jit
-def _repeat(x, ROWS: tl.constexpr):
-    """[8, ROWS] twice, one above the other: [16, ROWS]."""
-    return tl.reshape(tl.broadcast_to(x[None, :, :], [2, 8, ROWS]), [16, ROWS])
-
-
-@jit
 def _weighted(p, b, acc, CH: tl.constexpr, SPLIT: tl.constexpr):
     """acc + p b for all chunks, p [rows, columns] in fp32; with SPLIT as hi + lo."""
     hi = p.to(b[0].dtype)
@@ -501,12 +503,6 @@ def _as_fp32(tiles):
     for q in tl.static_range(len(tiles)):
         out = out + (tiles[q].to(tl.float32),)
     return out
-
-
-@jit
-def _chunks(x, CH: tl.constexpr, dtype: tl.constexpr):
-    """One matrix for all chunks: [CH, rows, columns]."""
-    return tl.broadcast_to(x.to(dtype)[None, :, :], [CH, x.shape[0], x.shape[1]])
 
 
 @jit(do_not_specialize=_RUNTIME)
@@ -657,10 +653,12 @@ def _inter_warps(c: dict, dtype) -> int:
     return c["CH"] if dtype != torch.float32 else min(16, 4 * c["CH"])  # fp32 products run outside the tensor cores, from registers
 
 
-def _intra_config(D: int, H: int) -> dict:
+def _intra_config(D: int, H: int, backward: bool) -> dict:
     K, HP = D // H, triton.next_power_of_2(H)
     warps = min(16, triton.next_power_of_2(triton.cdiv(HP * K, 1536)))  # one warp holds a row of up to 1536 columns, 8 to a thread and tile
     W = min(triton.next_power_of_2(K), max(8, 256 * warps // HP))
+    if backward and HP * K > 768:  # it holds more rows
+        warps = min(16, 2 * warps)
     return dict(H=H, HP=HP, K=K, W=W, G=G, num_warps=warps, num_stages=1)
 
 
@@ -722,10 +720,10 @@ def read_op(source: Tensor, u: Tensor, u_hi: Tensor, u_lo: Tensor, v: Tensor, rs
     with _on(source):
         if s == s0 and s > 0:
             c = _inter_config(D, H)
-            tokens = max(1, min(16, M * H // 2048))  # per program, which loads its u once
+            tokens = max(1, min(8, M * H * c["CH"] // 2048))  # per program, which loads its u once
             forward_inter[(H * triton.cdiv(M, tokens),)](v, rstd, u_hi, u_lo, part, part_lse, M, S, s0, tokens, **c, BN=16,
-                                                         SPLIT=source.dtype != torch.float32, num_warps=_inter_warps(c, source.dtype), num_stages=3)
-        forward_intra[(M,)](source, v, rstd, u, part, part_lse, out, lse, M, S, s, s0, eps, MERGE=s0 > 0, **_intra_config(D, H))
+                                                         num_warps=_inter_warps(c, source.dtype), num_stages=3)
+        forward_intra[(M,)](source, v, rstd, u, part, part_lse, out, lse, M, S, s, s0, eps, MERGE=s0 > 0, **_intra_config(D, H, backward=False))
     return out
 
 
@@ -756,15 +754,15 @@ def read_backward_op(dout: Tensor, h: Tensor, end: Tensor, u: Tensor, u_hi: Tens
     with _on(dout):
         if s == e0 - 1 and later:
             padded = tuple(later) + (later[-1],) * (triton.next_power_of_2(len(later)) - len(later))
-            backward_inter[(H * triton.cdiv(M, 2),)](v, rstd, u_hi, u_lo, padded, lse_h, delta_h, part, part_c, ds, end, M, S, s0, e0, **c, BN=16,
-                                                     SPLIT=dout.dtype != torch.float32, num_warps=_inter_warps(c, dout.dtype), num_stages=2)
+            backward_inter[(H * triton.cdiv(M, 2),)](v, rstd, u_hi, u_lo, padded, lse_h, delta_h, part, part_c, ds, end, M, S, s0, e0, **c,
+                                                     num_warps=_inter_warps(c, dout.dtype),
+                                                     num_stages=3 if c["CH"] > 1 and dout.dtype != torch.float32 else 2)
         backward_intra[(M,)](v, rstd, u, dout, h, dh, lse, delta, lse_h, delta_h, part, part_c, own, dv, end, end_out, M, S, s, s0, e0,
-                             MERGE=e0 < S, **_intra_config(D, H))
+                             MERGE=e0 < S, **_intra_config(D, H, backward=True))
         if s == s0:
             bj = 64 if S - e0 > 32 else 32
             grid = max(1, triton.cdiv(S - e0, bj)), H * c["CH"], du.shape[0]
-            backward_query[grid](v, ds, own, du, end_out, M, S, s0, e0, _query_block(M), **c, BJ=bj, BM=8, num_warps=4,
-                                 num_stages=2)
+            backward_query[grid](v, ds, own, du, end_out, M, S, s0, e0, _query_block(M), **c, BJ=bj, BM=8, num_warps=4, num_stages=3)
     if s > 0:
         return dv, end_out, du.new_empty(0)
     sites = torch.arange(S, device=du.device)[:, None]
@@ -1049,7 +1047,7 @@ def kernel_support(device, dtype, D: int, H: int, S: int, blocks: int = 0) -> st
     width, fp32 = D // H, dtype == torch.float32
     if not INTERPRETED and width > 160:  # what backward_inter, or delta_backward, keeps in shared memory, as measured: bytes per column, padding included
         c = _delta_config(D, H, blocks, G, dtype) if blocks else _inter_config(D, H)
-        per_column = ((320 if fp32 else 150) if blocks <= 8 else (450 if fp32 else 190)) if blocks else 322 if fp32 else 178
+        per_column = ((320 if fp32 else 150) if blocks <= 8 else (450 if fp32 else 190)) if blocks else 206 if fp32 else 170
         need, limit = c["CH"] * triton.cdiv(c["KC"], c["W"]) * c["W"] * per_column, torch.cuda.get_device_properties(device).shared_memory_per_block_optin
         if need > limit:
             return f"a routing head {width} wide needs {need} bytes of shared memory in {dtype}, this GPU has {limit}: take more route_heads"

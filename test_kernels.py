@@ -405,11 +405,12 @@ def test_compiles_without_a_gpu(case):
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(73, 33, 1280, 8), (49, 65, 1024, 8), (49, 17, 1280, 1), (49, 17, 1280, 4), (49, 17, 1280, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(73, 33, 1280, 8), (49, 65, 1024, 8), (25, 64, 512, 8), (49, 17, 1280, 1), (49, 17, 1280, 4), (49, 17, 1280, 16)], ids=str)
 def test_16_bit_beats_eager(shape, dtype):
     fused, eager, same = errors(*shape, dtype)
     assert same, "two runs differ"
-    assert all(a <= 0.7 * b for a, b in zip(fused, eager)), (fused, eager)
+    limit = 0.6 if shape[0] > 25 else 0.65  # with few sources eager torch errs little: there, rounding the exact reads to 16 bits is 0.53 of it
+    assert all(a <= limit * b for a, b in zip(fused, eager)), (fused, eager)
 
 
 def delta_errors(N, J, M, D, H, dtype):
@@ -451,7 +452,7 @@ def test_delta_block_fp32():
 @pytest.mark.parametrize("shape", [(1, 8, 33, 4096, 8), (8, 8, 33, 4096, 8), (9, 3, 17, 1280, 8), (4, 8, 65, 1024, 1)], ids=str)
 def test_delta_16_bit_beats_eager(shape):
     fused, eager, same = delta_errors(*shape, torch.bfloat16)
-    assert same and all(a <= 0.7 * b for a, b in zip(fused, eager)), (fused, eager)
+    assert same and all(a <= 0.6 * b for a, b in zip(fused, eager)), (fused, eager)
 
 
 @gpu
