@@ -696,14 +696,13 @@ def _forward_buffers(x: Tensor, S: int, H: int) -> list[Tensor]:
 
 
 def _backward_buffers(M: int, D: int, S: int, H: int, dtype) -> list[tuple]:
-    """(shape, dtype, first, last) of what the sites of a backward pass share, from site `first` down to site `last`: delta [M, G, H], lse_h and
-    delta_h [S / G, M, H, G], ds [S / G, M, H, G, G], own [M, G, H, G], du [blocks of tokens, S, D], part [M, G, D], part_c [M, H, G], and the
-    dh [M, G, D] of every group."""
+    """(shape, dtype, the site that makes it) of what the sites of a backward pass share: delta [M, G, H], lse_h and delta_h [S / G, M, H, G],
+    ds [S / G, M, H, G, G], own [M, G, H, G], du [blocks of tokens, S, D], part [M, G, D], part_c [M, H, G], and the dh [M, G, D] of every group."""
     groups, blocks, f = -(-S // G), -(-M // _query_block(M)), torch.float32
     inner = (groups - 1) * G - 1  # the last group has no later ones to pull from
-    return [((M, G, H), f, S - 1, 0), ((groups, M, H, G), f, S - 1, 0), ((groups, M, H, G), f, S - 1, 0), ((groups, M, H, G, G), dtype, S - 1, 0),
-            ((M, G, H, G), f, S - 1, 0), ((blocks, S, D), f, S - 1, 0), ((M, G, D), dtype, inner, 0), ((M, H, G), f, inner, 0),
-            *[((M, min(G, S - s0), D), dtype, min(s0 + G, S) - 1, s0) for s0 in range(0, S, G)]]
+    return [((M, G, H), f, S - 1), ((groups, M, H, G), f, S - 1), ((groups, M, H, G), f, S - 1), ((groups, M, H, G, G), dtype, S - 1),
+            ((M, G, H, G), f, S - 1), ((blocks, S, D), f, S - 1), ((M, G, D), dtype, inner), ((M, H, G), f, inner),
+            *[((M, min(G, S - s0), D), dtype, min(s0 + G, S) - 1) for s0 in range(0, S, G)]]
 
 
 def _query_block(M: int) -> int:
@@ -782,8 +781,8 @@ class _Read(torch.autograd.Function):
 
     `links` chain the sites: empty tensors that go from site to site, so that a site's backward runs before those of all earlier sites, also where
     a sublayer in between passes no gradient, or where what a site returned was not used. Their gradients carry what the backward of the later
-    sites has to tell: `end`, one past the last site of this backward pass, and the buffers of _backward_buffers, each made when it is first
-    needed, so that they grow as the activations go."""
+    sites has to tell: `end`, one past the last site of this backward pass, and the buffers of _backward_buffers (of dh: those of the site's group and
+    of later ones), each made when it is first needed, so that they grow as the activations go."""
 
     @staticmethod
     def forward(ctx, source, u, u_hi, u_lo, v, rstd, lse, part, part_lse, s, H, eps, *links):
@@ -798,18 +797,20 @@ class _Read(torch.autograd.Function):
     def backward(ctx, dout, end, *state):
         chain, s, H, shape = ctx.chain
         h, = ctx.saved_tensors
-        (M, D), S, g = h.shape, chain[3].shape[1], s // G
+        (M, D), S, first = h.shape, chain[3].shape[1], end is None  # the first site of this backward pass, which need not be the last of the chain
         dout = torch.zeros_like(h) if dout is None else dout.reshape(h.shape).contiguous()
-        end = torch.zeros(1, device=h.device) if end is None else end
+        end = torch.zeros(1, device=h.device) if first else end
         state = list(state)
-        for i, (size, dtype, first, last) in enumerate(_backward_buffers(M, D, S, H, h.dtype)):
-            if s == first or last <= s < first and state[i] is None:
-                state[i] = scratch_op(dout, size, dtype)
-        delta, lse_h, delta_h, ds, own, du, part, part_c, *groups = state
+        if first or s == S - 1 or s % G == G - 1:
+            needed = _backward_buffers(M, D, S, H, h.dtype)
+            for i, (size, dtype, made_at) in enumerate([*needed[:8], needed[8 + s // G]]):
+                if state[i] is None and s <= made_at:
+                    state[i] = scratch_op(dout, size, dtype)
+        delta, lse_h, delta_h, ds, own, du, part, part_c, dh, *later = state
         if part is None or s >= (S - 1) // G * G:
             part, part_c = h.new_empty(0), delta.new_empty(0)
-        later = [x for x in groups[g + 1:] if x is not None]
-        dv, end, du = read_backward_op(dout, h, end, *chain, delta, lse_h, delta_h, ds, own, du, part, part_c, groups[g], later, s, H)
+        later = [x for x in later if x is not None]
+        dv, end, du = read_backward_op(dout, h, end, *chain, delta, lse_h, delta_h, ds, own, du, part, part_c, dh, later, s, H)
         return dv.view(shape), (du if s == 0 else None), *[None] * 10, end, *state
 
 
@@ -854,6 +855,8 @@ class FusedRouter:
             raise ValueError(f"a source of {tuple(f.shape)} {f.dtype} on {f.device} cannot join sources of {tuple(self.x.shape)} {self.x.dtype} on {self.x.device}")
         self.read()  # a site that nobody read still stores its source
         self.source, self.site, self.mix = f, self.site + 1, None
+        if self.site % G == 0:
+            del self.links[9]  # dh of the group that ends here, which no later site knows of
 
 
 @torch.library.custom_op("depth_routing::delta", mutates_args=())
