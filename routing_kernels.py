@@ -732,13 +732,14 @@ def _(source, u, u_hi, u_lo, v, rstd, lse, part, part_lse, s, H, eps):
 
 
 @torch.library.custom_op("depth_routing::scratch", mutates_args=())
-def scratch_op(after: Tensor, size: list[int], dtype: torch.dtype) -> Tensor:
-    """Uninitialised memory, made no earlier than `after`: torch.compile would make a torch.empty of the backward when the backward starts."""
+def scratch_op(after: Tensor, size: list[int], dtype: torch.dtype, which: int) -> Tensor:
+    """Uninitialised memory, made no earlier than `after`: torch.compile would make a torch.empty of the backward when the backward starts, and, but
+    for `which`, one memory of two that are alike."""
     return torch.empty(size, dtype=dtype, device=after.device)
 
 
 @scratch_op.register_fake
-def _(after, size, dtype):
+def _(after, size, dtype, which):
     return after.new_empty(size, dtype=dtype)
 
 
@@ -776,6 +777,12 @@ def _(dout, h, end, u, u_hi, u_lo, v, rstd, lse, delta, lse_h, delta_h, ds, own,
 # ---------------------------------------------------------------------------------------------------------------------------------------------
 # Autograd.
 
+def _opaque(function):
+    """function.apply, which the compiler takes as it is. Looking into it, it would trace every link, and hand a backward zeros instead of None."""
+    return torch.compiler.allow_in_graph(lambda *args: function.apply(*args))
+
+
+@_opaque
 class _Read(torch.autograd.Function):
     """One site. The forward's buffers are plain tensors on ctx, not saved tensors: later sites write other rows of them.
 
@@ -805,7 +812,7 @@ class _Read(torch.autograd.Function):
             needed = _backward_buffers(M, D, S, H, h.dtype)
             for i, (size, dtype, made_at) in enumerate([*needed[:8], needed[8 + s // G]]):
                 if state[i] is None and s <= made_at:
-                    state[i] = scratch_op(dout, size, dtype)
+                    state[i] = scratch_op(dout, size, dtype, i)
         delta, lse_h, delta_h, ds, own, du, part, part_c, dh, *later = state
         if part is None or s >= (S - 1) // G * G:
             part, part_c = h.new_empty(0), delta.new_empty(0)
@@ -842,7 +849,7 @@ class FusedRouter:
 
     def read(self) -> Tensor:
         if self.mix is None:
-            self.mix, *self.links = _Read.apply(self.source, self.u, *self.u_hi_lo, *self.buffers, self.site, self.H, self.eps, *self.links)
+            self.mix, *self.links = _Read(self.source, self.u, *self.u_hi_lo, *self.buffers, self.site, self.H, self.eps, *self.links)
         return self.mix
 
     def output(self) -> Tensor:
@@ -856,7 +863,7 @@ class FusedRouter:
         self.read()  # a site that nobody read still stores its source
         self.source, self.site, self.mix = f, self.site + 1, None
         if self.site % G == 0:
-            del self.links[9]  # dh of the group that ends here, which no later site knows of
+            self.links = [*self.links[:9], *self.links[10:]]  # without dh of the group that ends here, which no later site knows of
 
 
 @torch.library.custom_op("depth_routing::delta", mutates_args=())
@@ -900,6 +907,7 @@ def _(dout, sources, later, rstd, u, null, null_logit, gate, H):
     return [torch.empty_like(x) for x in (rstd, u, null, null_logit, gate, *sources)]
 
 
+@_opaque
 class _Delta(torch.autograd.Function):
     """gate * mix for up to 8 sites of a block, from [null, sources]. The gradients of the sources travel on `links`, one per source: empty tensors
     that go from block to block, so that each block's backward gets what later blocks found and adds its own part while it has the rows at hand."""
@@ -956,6 +964,7 @@ def _(v, rstd, drstd, g, subtract):
     return torch.empty_like(v), torch.empty_like(v) if subtract else v.new_empty(0)
 
 
+@_opaque
 class _Source(torch.autograd.Function):
     """x, or with a start the block's delta x - start, as a source without a gradient of its own; its rstd [M]; and the link that brings its gradient.
     The gradient through the norm is taken here, once for all blocks."""
@@ -1004,7 +1013,7 @@ class FusedDeltaRouter:
         null_rstd = (self.null.square().mean(-1, keepdim=True) + eps).rsqrt()
         self.null_logit = (self.u * self.null * null_rstd).view(S, n_heads, -1).sum(-1)  # [S, H]
         self.x = self.block_start = x
-        _, rstd, link = _Source.apply(x, None, eps)
+        _, rstd, link = _Source(x, None, eps)
         self.sources, self.rstd, self.links = [x.detach()], [rstd], [link]
         self.site, self.mixes = 0, ()
 
@@ -1012,7 +1021,7 @@ class FusedDeltaRouter:
         if not self.mixes:  # the first site of a block, or the ninth: all sites from here on that read the same sources, up to G of them
             sites = slice(self.site, min(self.site + G, (self.site // self.block_sites + 1) * self.block_sites, self.S))
             parameters = self.u[sites], self.null[sites], self.null_logit[sites], self.gate[sites]
-            self.mixes = _Delta.apply(torch.stack(self.rstd), *parameters, self.H, len(self.sources), *self.sources, *self.links)
+            self.mixes = _Delta(torch.stack(self.rstd), *parameters, self.H, len(self.sources), *self.sources, *self.links)
             self.links = [*self.mixes[sites.stop - sites.start:]]
         return self.x + self.mixes[self.site % self.block_sites % G]
 
@@ -1022,7 +1031,7 @@ class FusedDeltaRouter:
         if self.site % self.block_sites % G == 0:
             self.mixes = ()
         if self.site % self.block_sites == 0 and self.site < self.S:
-            delta, rstd, link = _Source.apply(self.x, self.block_start, self.eps)
+            delta, rstd, link = _Source(self.x, self.block_start, self.eps)
             self.sources.append(delta), self.rstd.append(rstd), self.links.append(link)
             self.block_start = self.x
 

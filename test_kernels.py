@@ -246,7 +246,7 @@ def test_opcheck():
     for s in (0, 8):
         torch.library.opcheck(rk.read_op, (x, u, u, u, *forward, s, H, 1e-6), test_utils=tests)
         torch.library.opcheck(rk.read_backward_op, (x, x, end, u, u, u, *forward[:3], *back[:8], back[8 + s // 8], back[9 + s // 8:], s, H), test_utils=tests)
-    torch.library.opcheck(rk.scratch_op, (x, [3, 4], torch.float32), test_utils=("test_schema", "test_autograd_registration"))
+    torch.library.opcheck(rk.scratch_op, (x, [3, 4], torch.float32, 0), test_utils=("test_schema", "test_autograd_registration"))
     torch.library.opcheck(rk.delta_op, ([x, x.clone()], *small, H), test_utils=tests)
     for later in ([], [x, x.clone()]):
         torch.library.opcheck(rk.delta_backward_op, ([x.clone() for _ in range(3)], [x, x.clone()], later, *small, H), test_utils=tests)
@@ -273,6 +273,24 @@ def test_one_compiled_graph(delta):
         a, b = (torch.autograd.grad(f(*t).square().sum(), t) for f in (compiled, run))
         assert worst(a, [x.double() for x in b]) < 1e-5
     assert len(graphs) == 2, f"{len(graphs)} graphs for two shapes"
+
+
+def test_compiled_backward_makes_each_buffer_once():
+    """Not as zeros, and not one that is copied for another: the compiler has to see what eager torch does."""
+    from functorch.compile import nop
+    from torch._dynamo.backends.common import aot_autograd
+    nodes = []
+
+    def record(module, example):
+        nodes.extend(module.graph.nodes)
+        return nop(module, example)
+
+    tensors = inputs(9, 2, 16, 2, torch.float32)
+    compiled = torch.compile(lambda *t: chain(FusedRouter, t, 2)[0], backend=aot_autograd(fw_compiler=nop, bw_compiler=record), fullgraph=True, dynamic=False)
+    compiled(*tensors).square().sum().backward()
+    made = [n.args[1] for n in nodes if n.target is torch.ops.depth_routing.scratch.default]
+    assert sorted(map(list, made)) == sorted(list(size) for size, *_ in rk._backward_buffers(2, 16, 9, 2, torch.float32))
+    assert not [n for n in nodes if n.target is torch.ops.aten.full.default and list(n.args[0]) in made]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------------
@@ -427,8 +445,8 @@ def delta_errors(N, J, M, D, H, dtype):
         if kind == "fused":
             u, n = query.float() * key_norm.float(), null.float()
             logit = (u * n * (n.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).view(J, H, -1).sum(-1)
-            made = [rk._Source.apply(x, x.new_zeros(x.shape), 1e-6) for x in sources]
-            mixes = rk._Delta.apply(torch.stack([rstd for _, rstd, _ in made]), u, n, logit, gate.float(), H, N, *(x for x, _, _ in made), *(link for *_, link in made))[:J]
+            made = [rk._Source(x, x.new_zeros(x.shape), 1e-6) for x in sources]
+            mixes = rk._Delta(torch.stack([rstd for _, rstd, _ in made]), u, n, logit, gate.float(), H, N, *(x for x, _, _ in made), *(link for *_, link in made))[:J]
         elif kind == "truth":
             mixes = [gate[j] * route_reference([null[j].expand_as(sources[0]), *sources], query[j], key_norm[j], H)[0] for j in range(J)]
         else:
