@@ -12,7 +12,7 @@ document's place alone: one global shuffle, whatever the number of workers. Fini
 with the same bytes. Memory: some hundred megabytes per worker, then under a hundred bytes per document. Disk: twice the final files.
 """
 
-import fcntl, functools, glob, hashlib, importlib.util, io, json, os, re, shutil, signal, struct, sys, sysconfig, threading, unicodedata
+import ast, fcntl, functools, glob, hashlib, importlib.util, io, json, os, re, shutil, signal, struct, sys, sysconfig, threading, unicodedata
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -55,6 +55,17 @@ WHICH, HOW = ("source", "shares", "size"), ("out_dir", "workers", "inspect")  # 
 HERE = Path(__file__).resolve().parent
 MAGIC, VERSION, HEADER_BYTES = b"MHARBIN\n", 1, 4096
 MAKE = "python prepare_data.py --source=... --out_dir="
+FIELDS = {  # of the header, those that are read, and what they are
+    "version": lambda x: type(x) is int,
+    "tokens": lambda x: type(x) is int and x > 0,
+    "largest_id": lambda x: type(x) is int and 0 <= x < 2**32,
+    "sha256": lambda x: isinstance(x, str),
+    "tokenizer": lambda x: isinstance(x, str),
+    "vocab": lambda x: type(x) is int and x > 0,
+    "eot": lambda x: type(x) is int and x >= 0,
+    "sources": lambda x: isinstance(x, dict) and all(isinstance(n, list) and [type(i) for i in n] == [int] * 3 for n in x.values()),  # documents, tokens, bytes
+    "recipe": lambda x: isinstance(x, dict | None),
+}
 PARTS = "prepare_data.parts"  # folder of the work in progress, in out_dir
 
 
@@ -88,8 +99,10 @@ def open_bin(path):
         header = None
     if header is None:
         raise UserError(f"{path}: not a token file of this repository (no header); {again}")
-    if header["version"] != VERSION:
+    if isinstance(header, dict) and type(header.get("version")) is int and header["version"] != VERSION:
         raise UserError(f"{path}: format version {header['version']}, but this code reads version {VERSION}; {again}")
+    if wrong := ["what it holds"] if not isinstance(header, dict) else [key for key, right in FIELDS.items() if not right(header.get(key))]:
+        raise UserError(f"{path}: its header is damaged ({', '.join(wrong)}); copy it again, or {again}")
     expected, size = HEADER_BYTES + 4 * header["tokens"], path.stat().st_size
     if size != expected:
         what = "truncated" if size < expected else "longer than its header says"
@@ -758,8 +771,8 @@ def check(settings):
         if settings.source not in ("stdlib", "mix"):
             raise UserError(f"source={settings.source} and a mix: give one of them")
         sources, shares = list(settings.shares), list(settings.shares.values())
-        if not all(isinstance(share, int | float) and share > 0 for share in shares):
-            raise UserError(f"shares {shares} must be numbers above 0")
+        if not all(isinstance(source, str) and type(share) in (int, float) and share > 0 for source, share in settings.shares.items()):
+            raise UserError(f"shares={settings.shares}: needs sources, as text, and numbers above 0, as in {{'stdlib': 60, 'my/*.txt': 40}}")
         if min(abs(sum(shares) - 1), abs(sum(shares) / 100 - 1)) > 0.005:
             raise UserError(f"shares {shares} sum to {sum(shares):g}; they must sum to 1 or to 100")
         settings.source, shares = "mix", [share / sum(shares) for share in shares]
@@ -797,7 +810,7 @@ def lock(folder, wait):
 
 
 def is_there(path, recipe):
-    found = open_bin(path).header.get("recipe", {}) if path.exists() else recipe
+    found = open_bin(path).header.get("recipe") or {} if path.exists() else recipe
     different = [name for name in recipe if found.get(name) != recipe[name]]
     if different:
         raise UserError(f"{path} is there, made with another {', '.join(different)}; choose another --out_dir, or delete it first")
@@ -844,7 +857,7 @@ def summary(bin):
     totals = [sum(column) for column in zip(*sources.values())] or [0, 0, 0]
     lines = [f"{bin.path}: {totals[0]:,} documents, {bin.header['tokens']:,} tokens ({bin.header['tokenizer']}), {totals[2]:,} bytes of text"]
     if len(sources) > 1:
-        lines += [f"  {t / totals[1]:7.2%} of tokens {b / totals[2]:7.2%} of bytes {d:12,} documents  {name}" for name, (d, t, b) in sources.items()]
+        lines += [f"  {t / max(1, totals[1]):7.2%} of tokens {b / max(1, totals[2]):7.2%} of bytes {d:12,} documents  {name}" for name, (d, t, b) in sources.items()]
     return "\n".join(lines)
 
 
@@ -861,10 +874,26 @@ def inspect(path):
         print(f"--- a document begins\n{tokenizer.decode(ids[ids != eot][:200])}")
 
 
+def is_mix(source):
+    """Whether a source is a mix file: Python that sets shares. Other Python is text like any other; it is parsed, never run."""
+    path = next((path for path in (Path(source), HERE / source) if source.endswith(".py") and path.is_file()), None)
+    try:
+        nodes = ast.parse(path.read_bytes()).body if path else []
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # of another version of Python, say; the last two where it is nested too deep
+        nodes = []
+    targets = [target for node in nodes for target in getattr(node, "targets", [getattr(node, "target", None)])]
+    return any(isinstance(target, ast.Name) and target.id == "shares" for target in targets)
+
+
 def main():
     # --source=MIX.py is the same as naming the mix file like any other config file
-    argv = [arg.removeprefix("--source=") if re.fullmatch(r"--source=[^,]*\.py", arg) else arg for arg in sys.argv[1:]]
-    settings, _ = configure(argv, Settings, doc=__doc__)
+    sources = {arg: arg.removeprefix("--source=") for arg in sys.argv[1:] if arg.startswith("--source=")}
+    argv = [sources[arg] if arg in sources and is_mix(sources[arg]) else arg for arg in sys.argv[1:]]
+    settings, origins = configure(argv, Settings, doc=__doc__)
+    if settings.inspect == "":
+        raise UserError("--inspect= names no file; write --inspect=data/stdlib/train.bin, say")
+    if origins["shares"] != "default" and not settings.shares:
+        raise UserError("shares={} names no source; write --shares=\"{'stdlib': 60, 'my/*.txt': 40}\", say, or leave it out")
     if settings.inspect:
         inspect(settings.inspect)
     else:

@@ -169,6 +169,19 @@ def test_files_that_are_not_whole_or_not_ours(tmp_path):
         path.write_bytes(content)
         refused(word)
     path.write_bytes(whole)
+    header = data.open_bin(path).header
+    damaged = [{key: value} for key in ("version", "tokens", "largest_id", "sha256", "tokenizer", "vocab", "eot", "sources") for value in (None, [1], {"a": 1})]
+    for change in [*damaged, {"tokens": "1000"}, {"tokens": 0}, {"tokens": True}, {"eot": -1}, {"largest_id": 2**32}, {"sources": {"a": [1, 2]}}, {"recipe": 3}]:
+        path.write_bytes(data.pack_header(header | change) + whole[4096:])
+        refused(f"header is damaged .{next(iter(change))}")
+    for key in data.FIELDS.keys() - {"recipe"}:  # missing
+        blob = data.MAGIC + json.dumps({k: v for k, v in header.items() if k != key}).encode()
+        path.write_bytes(blob.ljust(4096, b"\0") + whole[4096:])
+        refused(f"header is damaged .{key}")
+    for blob in (b"[]", b'"text"', b"null", b"5"):
+        path.write_bytes((data.MAGIC + blob).ljust(4096, b"\0") + whole[4096:])
+        refused("header")
+    path.write_bytes(whole)
     assert data.open_bin(path).tokens[-1] == 999
 
 
@@ -388,6 +401,11 @@ def test_bad_jsonl(tmp_path, content, words):
         (["--seed=-1"], "seed"),
         (["--sorce=x"], "source"),
         (["--inspect={tmp}/a.docx"], "header"),
+        (["--inspect="], "names no file"),
+        (["--shares={{1: 100}}"], "as text"),
+        (["--shares={{'a.txt': '100'}}"], "numbers above 0"),
+        (["--shares={{'a.txt': True}}"], "numbers above 0"),
+        (["--shares={{}}"], "names no source"),
     ],
 )
 def test_wrong_input(tmp_path, args, word):
@@ -528,6 +546,22 @@ def test_mix_file(tmp_path):
     assert "sum to 0.6" in run(write_mix(mix, shares={a: 0.5, b: 0.1}, out_dir=f"{tmp_path}/no"), code=2)
     assert "lower --size to " in run(write_mix(mix, shares={a: 0.5, b: 0.5}, size=1e6, out_dir=f"{tmp_path}/no"), code=2)
     assert "mix file" in run(f"--source={a},{b}", "--size=1000", f"--out_dir={tmp_path}/no", code=2)
+
+
+@pytest.mark.parametrize("code", ["open('ran', 'w')\nmy_shares = 1\ndef f():\n    shares = {}\n", "open('ran', 'w')\nprint 'of another Python'\n", ""])
+def test_a_python_file_that_is_no_mix_is_text(tmp_path, code):
+    """One document, as a .txt is; it is not run."""
+    (tmp_path / "own.py").write_text(code)
+    (tmp_path / "own.txt").write_text(code)
+    flags = ["--out_dir=out", "--val_protocol=paper", "--val_fraction=1"]
+    if code:
+        run("--source=own.py", *flags, cwd=tmp_path)
+        assert documents(tmp_path / "out/train.bin") == [code]
+    for source in ("own.py", "own.txt", "*.py"):
+        line = run(f"--source={source}", "--out_dir=alone", cwd=tmp_path, code=2)  # nothing of one document is left for the other split
+        assert ("split would be empty" if code else f"{source}: no document") in line
+    assert "no file found" in run("--source=none.py", "--out_dir=none", cwd=tmp_path, code=2)
+    assert not list(tmp_path.rglob("ran"))
 
 
 def test_the_papers_validation(tmp_path):
