@@ -414,17 +414,17 @@ def open_val(metas, args):
 
 
 def read_metas(args):
-    """{path: meta.json} of the checkpoints."""
-    metas = {}
+    """{path: its checkpoint's folder} and {path: its meta.json} of the checkpoints."""
+    folders, metas = {}, {}
     for path in args.ckpts:
-        folder = the_checkpoint(path)
-        if args.weights == "ema" and not any(folder.glob("ema.safetensors*")):
-            raise UserError(f"{folder} has no ema.safetensors: it was trained without --ema_decay=, use --weights=raw")
         if path in metas:
             raise UserError(f"{path} is given twice: leave one out")
+        folder = folders[path] = the_checkpoint(path)
+        if args.weights == "ema" and not any(folder.glob("ema.safetensors*")):
+            raise UserError(f"{folder} has no ema.safetensors: it was trained without --ema_decay=, use --weights=raw")
         metas[path] = read_meta(folder)
         context_of(metas[path], args)
-    return metas
+    return folders, metas
 
 
 def arguments():
@@ -457,6 +457,8 @@ def arguments():
     args.tasks = list(dict.fromkeys(names))
     if not args.tasks and not args.protocol:
         args.windows = args.windows or "200"
+        if args.prefix_token != "auto":
+            raise UserError(f"--prefix_token={args.prefix_token} is for --tasks and --protocol: give one of them, or leave it out")
     return args
 
 
@@ -490,7 +492,7 @@ def evaluate(ckpt, val, rows, tasks, args):
 def main():
     args = arguments()
     check_device(args.device)  # what can be wrong is found out before anything is computed
-    out, metas = new_file(args.out), read_metas(args)
+    out, (folders, metas) = new_file(args.out), read_metas(args)
     if args.windows or args.protocol:
         comparable(metas, args)
     texts = {path: load_text(path, meta, args) if args.tasks or args.protocol else None for path, meta in metas.items()}
@@ -501,7 +503,7 @@ def main():
     report = {"command": sys.argv[1:], "torch": torch.__version__, "lm_eval": importlib.metadata.version("lm_eval") if tasks else None, "checkpoints": {}, "comparisons": []}
     measures, first = {}, args.ckpts[0]
     for path, text in texts.items():
-        ckpt = Checkpoint(path, text, args)
+        ckpt = Checkpoint(folders[path], text, args)  # not the path: a run that is still training has a newer one by now
         found, details = evaluate(ckpt, val, rows, tasks, args)
         measures[path] = found
         report["checkpoints"][path] = {

@@ -210,8 +210,9 @@ def main():
     if any("\ud800" <= c <= "\udfff" for c in args.prompt):  # what Python makes of bytes that are no text
         raise UserError("--prompt= is not UTF-8 text")
     device = check_device(args.device)
-    text = load_text(args.ckpt, read_meta(the_checkpoint(args.ckpt)), args)
-    model, _, autocast = load_for_inference(args.ckpt, device, args.weights)
+    ckpt = the_checkpoint(args.ckpt)
+    text = load_text(ckpt, read_meta(ckpt), args)
+    model, _, autocast = load_for_inference(ckpt, device, args.weights)
     ids = text.encode(args.prompt) or [text.prefix]
     if len(ids) >= model.config.block_size:
         raise UserError(f"the prompt's {len(ids)} tokens fill the model's block_size={model.config.block_size}: shorten it")

@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_type_hints
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # CPU threads that wait sleep: spinning, they slow a busy machine tenfold
 import torch
@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from configurator import UserError, cli, configure, describe
+from configurator import UserError, cli, configure, convert, describe
 from model import GPT, GPTConfig, assign, choose_kernel, peak_flops
 from prepare_data import TrainWindows, ValWindows, find_dataset, open_bin
 
@@ -140,11 +140,17 @@ def parameter_groups(model, cfg):
 # All tensors are safetensors and the rest is JSON: nothing is pickled.
 # ----------------------------------------------------------------------------------------------------------------------
 def find_checkpoint(path):
-    """CKPT, in every script: a folder with meta.json, or a run's folder with `latest` -> the folder with meta.json, or None."""
+    """CKPT, in every script: a folder with meta.json, or a run's folder with `latest` -> the folder with meta.json, or None. Where `latest` names
+    no checkpoint (empty after a crash, say), it is the newest whole one, with a warning."""
     path = Path(path)
-    if (path / "latest").is_file():
-        path = path / (path / "latest").read_text(errors="replace").strip()
-    return path if (path / "meta.json").is_file() else None
+    latest = path / "latest"
+    named = path / latest.read_text(errors="replace").strip() if latest.is_file() else path
+    if (named / "meta.json").is_file():
+        return named
+    ckpt, damage = newest_whole(path)
+    if ckpt:
+        print(f"warning: {'; '.join([f'{latest} names no checkpoint', *damage])}: taking {ckpt}", file=sys.stderr)
+    return ckpt
 
 
 def the_checkpoint(path, flag=""):
@@ -186,9 +192,21 @@ def read_meta(ckpt):
         meta = json.loads((ckpt / "meta.json").read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{ckpt / 'meta.json'} cannot be read ({error}): take another checkpoint") from error
-    sections = {"step": set(), "model_config": set(), "train_config": {"param_dtype"}, "data": {"dataset", "tokenizer"}}
-    if not isinstance(meta, dict) or any(key not in meta or needs and not (isinstance(meta[key], dict) and needs <= meta[key].keys()) for key, needs in sections.items()):
+    sections = {"model_config": {"block_size", "vocab_size"}, "train_config": {"param_dtype"}, "data": {"dataset", "tokenizer"}}
+    if not isinstance(meta, dict) or "step" not in meta or any(not isinstance(meta.get(key), dict) or not needs <= meta[key].keys() for key, needs in sections.items()):
         raise UserError(f"{ckpt / 'meta.json'} is not what train.py or convert_8b.py writes: take another checkpoint")
+    data, origin = meta["data"], meta.get("origin") or {}
+    known = isinstance(origin, dict) and isinstance(origin.get("config"), dict | None) and isinstance(origin.get("source", ""), str)
+    if not known or not all(isinstance(data.get(key), str | None) for key in ("dataset", "tokenizer", "sha256")):
+        raise UserError(f"{ckpt / 'meta.json'} does not say what data or model it is from: take another checkpoint")
+    for values, kinds in ((meta, {"step": int}), (meta["model_config"], get_type_hints(GPTConfig) | {"vocab_size": int}),
+                          (meta["train_config"], {"param_dtype": Literal["float32", "bfloat16", "float16"], "ema_decay": float})):  # fmt: skip
+        for key in kinds.keys() & values.keys():
+            where = f"{ckpt / 'meta.json'} is damaged, take another checkpoint: {key} = {values[key]!r}"
+            value = convert(values[key], kinds[key], where)
+            if value != values[key]:
+                raise UserError(f"{where}: is text where none belongs")
+            values[key] = value  # a whole number may be written as 12.0
     try:
         GPTConfig(**meta["model_config"])
     except (TypeError, ValueError) as error:

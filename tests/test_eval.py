@@ -477,6 +477,7 @@ def test_wrong_input(tmp_path, dataset, monkeypatch):  # noqa: F811
         ([good, "--tasks=helaswag"], "did you mean hellaswag"),
         ([good, "--tasks=picks", f"--include_path={folder}", "--prefix_token=bos"], "--prefix_token=bos"),
         ([good, "--tasks=picks", f"--include_path={folder}", "--prefix_token=999"], "--prefix_token=999"),
+        ([good, "--prefix_token=foo"], "--prefix_token=foo"),
         ([good, "--weights=ema"], "ema"),
     ]:
         with pytest.raises(UserError) as error:

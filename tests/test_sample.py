@@ -87,12 +87,15 @@ def test_command_line(dataset, tmp_path):  # noqa: F811
     assert done.returncode == 0 and done.stdout.startswith("abc") and len(done.stdout) > 20, done.stderr
     done = sample(f"{tmp_path}/a/step_00000004", "--num_samples=3", "--weights=ema", "--top_k=5", "--device=cpu", "--max_new_tokens=10")
     assert done.returncode == 0 and [f"--- {i}" in done.stdout for i in (1, 2, 3)] == [True] * 3
+    (tmp_path / "a/latest").write_text("")
+    again = sample(f"{tmp_path}/a", "--num_samples=3", "--weights=ema", "--top_k=5", "--device=cpu", "--max_new_tokens=10")
+    assert again.stdout == done.stdout and again.stderr.startswith("warning: ") and len(again.stderr.splitlines()) == 1, again.stderr
     for flags, words in [
         ([f"{tmp_path}"], "not a checkpoint"), ([f"{tmp_path}/a", "--max_new_tokens=64"], "--max_new_tokens=63"), ([f"{tmp_path}/a", "--top_p=0"], "--top_p"),
         ([f"{tmp_path}/a", "--device=cuda"], "no CUDA GPU"),
     ]:  # fmt: skip
         done = sample("--prompt=", *flags)
-        assert done.returncode == 2 and words in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+        assert done.returncode == 2 and words in done.stderr and len([line for line in done.stderr.splitlines() if line.startswith("error: ")]) == 1, done.stderr
 
 
 def test_an_imported_model_with_its_own_tokenizer(dataset, tmp_path):  # noqa: F811

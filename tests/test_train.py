@@ -347,10 +347,24 @@ def test_a_damaged_meta(dataset, tmp_path):
     run("--max_steps=1", f"--out_dir={tmp_path}/a", dataset=dataset)
     file = tmp_path / "a/step_00000001/meta.json"
     whole = json.loads(file.read_text())
-    for damaged in ([], {}, whole | {"model_config": {"n_layers": 3}}, whole | {"train_config": {}}, whole | {"data": 5}):
+    wrong_kinds = [("model_config", "vocab_size", None), ("model_config", "n_layer", "2"), ("model_config", "rope_scaling", 1), ("model_config", "residual", []),
+                   ("data", "dataset", 5), ("data", "tokenizer", []), ("train_config", "param_dtype", "int99"), ("train_config", "ema_decay", None)]  # fmt: skip
+    changed = [whole | {section: whole[section] | {key: value}} for section, key, value in wrong_kinds] + [whole | {"step": "60"}, whole | {"step": None}]
+    for damaged in ([], {}, whole | {"model_config": {"n_layers": 3}}, whole | {"train_config": {}}, whole | {"data": 5}, whole | {"origin": 5}, whole | {"origin": {"source": None}}, *changed):
         file.write_text(json.dumps(damaged))
         with pytest.raises(UserError, match="take another checkpoint"):
             train.load_model(tmp_path / "a", "cpu")
+
+
+@pytest.mark.parametrize("latest", [b"", bytes(14), b"step_00000099\n", None])
+def test_a_damaged_latest(dataset, tmp_path, capsys, latest):
+    """Whoever is given the run's folder takes its newest whole checkpoint, as training does, and says so."""
+    run("--max_steps=2", "--save_interval=1", f"--out_dir={tmp_path}/a", dataset=dataset)
+    (tmp_path / "a/latest").write_bytes(latest) if latest is not None else (tmp_path / "a/latest").unlink()
+    capsys.readouterr()
+    assert train.the_checkpoint(tmp_path / "a") == tmp_path / "a/step_00000002" and "latest names no checkpoint: taking" in capsys.readouterr().err
+    (tmp_path / "a/step_00000002/model.safetensors").write_bytes(b"")
+    assert train.the_checkpoint(tmp_path / "a") == tmp_path / "a/step_00000001" and "step_00000002 is damaged" in capsys.readouterr().err
 
 
 # ---- what is logged -----------------------------------------------------------------------------------------------------------
