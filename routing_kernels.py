@@ -755,14 +755,14 @@ def read_backward_op(dout: Tensor, h: Tensor, end: Tensor, u: Tensor, u_hi: Tens
         if s == e0 - 1 and later:
             padded = tuple(later) + (later[-1],) * (triton.next_power_of_2(len(later)) - len(later))
             backward_inter[(H * triton.cdiv(M, 2),)](v, rstd, u_hi, u_lo, padded, lse_h, delta_h, part, part_c, ds, end, M, S, s0, e0, **c,
-                                                     num_warps=_inter_warps(c, dout.dtype),
-                                                     num_stages=3 if c["CH"] > 1 and dout.dtype != torch.float32 else 2)
+                                                     num_warps=_inter_warps(c, dout.dtype), num_stages=2)
         backward_intra[(M,)](v, rstd, u, dout, h, dh, lse, delta, lse_h, delta_h, part, part_c, own, dv, end, end_out, M, S, s, s0, e0,
                              MERGE=e0 < S, **_intra_config(D, H, backward=True))
         if s == s0:
             bj = 64 if S - e0 > 32 else 32
             grid = max(1, triton.cdiv(S - e0, bj)), H * c["CH"], du.shape[0]
-            backward_query[grid](v, ds, own, du, end_out, M, S, s0, e0, _query_block(M), **c, BJ=bj, BM=8, num_warps=4, num_stages=3)
+            fp32 = v.dtype == torch.float32
+            backward_query[grid](v, ds, own, du, end_out, M, S, s0, e0, _query_block(M), **c, BJ=bj, BM=4 if fp32 else 8, num_warps=4, num_stages=2 if fp32 else 3)
     if s > 0:
         return dv, end_out, du.new_empty(0)
     sites = torch.arange(S, device=du.device)[:, None]
@@ -1039,6 +1039,14 @@ class FusedDeltaRouter:
         return self.x
 
 
+def _shared_memory(D: int, H: int, dtype, blocks: int = 0) -> int:
+    """Bytes that the hungriest kernel may take, as measured with triton 3.6 and 3.7: backward_query's for any width, or so many per column, padding included."""
+    fp32 = dtype == torch.float32
+    c = _delta_config(D, H, blocks, G, dtype) if blocks else _inter_config(D, H)
+    per_column = ((320 if fp32 else 150) if blocks <= 8 else (450 if fp32 else 190)) if blocks else 225 if fp32 else 113
+    return max(76 * 1024, c["CH"] * triton.cdiv(c["KC"], c["W"]) * c["W"] * per_column)
+
+
 def kernel_support(device, dtype, D: int, H: int, S: int, blocks: int = 0) -> str | None:
     """None where the Triton kernels can run, otherwise the reason why not, in one line. blocks: of delta routing, 0 for full routing."""
     device = torch.device(device)
@@ -1056,13 +1064,10 @@ def kernel_support(device, dtype, D: int, H: int, S: int, blocks: int = 0) -> st
         return f"route_heads={H} does not divide the width {D}"
     if H > MAX_HEADS:
         return f"at most {MAX_HEADS} routing heads, not {H}"
-    width, fp32 = D // H, dtype == torch.float32
-    if not INTERPRETED and width > 160:  # what backward_inter, or delta_backward, keeps in shared memory, as measured: bytes per column, padding included
-        c = _delta_config(D, H, blocks, G, dtype) if blocks else _inter_config(D, H)
-        per_column = ((320 if fp32 else 150) if blocks <= 8 else (450 if fp32 else 190)) if blocks else 206 if fp32 else 170
-        need, limit = c["CH"] * triton.cdiv(c["KC"], c["W"]) * c["W"] * per_column, torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    if not INTERPRETED:
+        need, limit = _shared_memory(D, H, dtype, blocks), torch.cuda.get_device_properties(device).shared_memory_per_block_optin
         if need > limit:
-            return f"a routing head {width} wide needs {need} bytes of shared memory in {dtype}, this GPU has {limit}: take more route_heads"
+            return f"a routing head {D // H} wide needs {need} bytes of shared memory in {dtype}, this GPU has {limit}: take more route_heads"
     if S > MAX_SITES:
         return f"at most {MAX_SITES} sources, not {S}"
     return None

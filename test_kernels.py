@@ -404,11 +404,11 @@ def compile_all(D, H, dtype, capability):
         places = [(i,) if isinstance(t, str) else (i, e) for i, t in enumerate(signature.values()) if t[0][0] == "*" for e in range(1 if isinstance(t, str) else len(t))]
         aligned = {place: [["tt.divisibility", 16]] for place in places}
         compiled = triton.compile(ASTSource(kernel, signature, constants, aligned), target=GPUTarget("cuda", capability, 32), options=options)
-        limit = {80: 163, 90: 227, 100: 227}[capability] * 1024
-        assert compiled.metadata.shared <= limit, f"{kernel.fn.__name__} wants {compiled.metadata.shared} bytes of shared memory"
+        told = rk._shared_memory(D, H, dtype, 3 if kernel.fn.__name__.startswith("delta") else 0)
+        assert compiled.metadata.shared <= told, f"{kernel.fn.__name__} wants {compiled.metadata.shared} bytes of shared memory, kernel_support thinks of {told}"
 
 
-@pytest.mark.parametrize("case", [(512, 8, "float16", 80), (1280, 1, "bfloat16", 90), (1280, 8, "bfloat16", 100)], ids=str)
+@pytest.mark.parametrize("case", [(512, 8, "float16", 80), (1280, 1, "bfloat16", 90), (1280, 8, "bfloat16", 100), (640, 4, "float32", 89)], ids=str)
 def test_compiles_without_a_gpu(case):
     D, H, dtype, capability = case
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
