@@ -283,8 +283,8 @@ def open_ours(path, weights="raw"):
 
 
 def open_side(path, weights):
-    if find_checkpoint(path):
-        return open_ours(path, weights)
+    if ckpt := find_checkpoint(path):
+        return open_ours(ckpt, weights)
     if (Path(path) / "config.json").is_file():
         return open_hf(Path(path))
     raise UserError(f"{path} is neither a Hugging Face folder (with config.json) nor a checkpoint (with meta.json, or a run's folder with `latest`)")
