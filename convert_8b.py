@@ -275,10 +275,7 @@ def open_ours(path, weights="raw"):
     if not (folder / name).exists() and not (folder / f"{name}.index.json").exists():
         raise UserError(f"{folder} has no {name}" + ("; use --weights=raw" if weights == "ema" else ": it is not whole"))
     meta = read_meta(folder)
-    try:
-        config = GPTConfig(**meta["model_config"])
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{folder}/meta.json describes no model of this version ({error})") from error
+    config = GPTConfig(**meta["model_config"])
     return Side(folder, config, model_of(config, read_files(folder, name), folder / "meta.json"), meta=meta)
 
 
