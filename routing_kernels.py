@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -639,6 +640,7 @@ def delta_source_backward(V, RSTD, DRSTD, G, DX, DSTART, D: tl.constexpr, BLOCK:
 # ---------------------------------------------------------------------------------------------------------------------------------------------
 # Launches. The configuration follows from the shape alone: no tuning at run time, and the same binary serves every site.
 
+@cache
 def _inter_config(D: int, H: int) -> dict:
     K = D // H
     CH = min(16, triton.next_power_of_2(triton.cdiv(K, 160)))  # 160 columns are what one warp holds in registers
@@ -653,6 +655,7 @@ def _inter_warps(c: dict, dtype) -> int:
     return c["CH"] if dtype != torch.float32 else min(16, 4 * c["CH"])  # fp32 products run outside the tensor cores, from registers
 
 
+@cache
 def _intra_config(D: int, H: int, backward: bool) -> dict:
     K, HP = D // H, triton.next_power_of_2(H)
     warps = min(16, triton.next_power_of_2(triton.cdiv(HP * K, 1536)))  # one warp holds a row of up to 1536 columns, 8 to a thread and tile
@@ -662,6 +665,7 @@ def _intra_config(D: int, H: int, backward: bool) -> dict:
     return dict(H=H, HP=HP, K=K, W=W, G=G, num_warps=warps, num_stages=1)
 
 
+@cache
 def _delta_config(D: int, H: int, N: int, J: int, dtype) -> dict:
     K = D // H
     CH = min(16, triton.next_power_of_2(triton.cdiv(K, 128 if dtype != torch.float32 else 32)))
@@ -685,7 +689,7 @@ def _split(u: Tensor, dtype) -> tuple[Tensor, Tensor]:
 
 def _on(x: Tensor):
     """Launch on the device of x, which need not be the current one."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    return torch.cuda.device(x.device) if x.is_cuda and x.get_device() != torch.cuda.current_device() else nullcontext()
 
 
 def _forward_buffers(x: Tensor, S: int, H: int) -> list[Tensor]:
@@ -710,7 +714,17 @@ def _query_block(M: int) -> int:
     return max(64, -(-M // 32))
 
 
-@torch.library.custom_op("depth_routing::read", mutates_args={"v", "rstd", "lse", "part", "part_lse"})
+def _op(name: str, mutates: tuple = ()):
+    """Makes a function the operator depth_routing::`name`. torch.library.custom_op does that too, with more around it: 30 us per call, which the
+    launches of a site's kernels would wait for."""
+    def register(function):
+        torch.library.define(f"depth_routing::{name}", torch.library.infer_schema(function, mutates_args=mutates), tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(f"depth_routing::{name}", "default", function)
+        return getattr(torch.ops.depth_routing, name).default
+    return register
+
+
+@_op("read", mutates=("v", "rstd", "lse", "part", "part_lse"))
 def read_op(source: Tensor, u: Tensor, u_hi: Tensor, u_lo: Tensor, v: Tensor, rstd: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor,
             s: int, H: int, eps: float) -> Tensor:
     (M, D), S = source.shape, v.shape[1]
@@ -720,30 +734,30 @@ def read_op(source: Tensor, u: Tensor, u_hi: Tensor, u_lo: Tensor, v: Tensor, rs
         if s == s0 and s > 0:
             c = _inter_config(D, H)
             tokens = max(1, min(8, M * H * c["CH"] // 2048))  # per program, which loads its u once
-            forward_inter[(H * triton.cdiv(M, tokens),)](v, rstd, u_hi, u_lo, part, part_lse, M, S, s0, tokens, **c, BN=16,
+            forward_inter[(H * -(-M // tokens),)](v, rstd, u_hi, u_lo, part, part_lse, M, S, s0, tokens, **c, BN=16,
                                                          num_warps=_inter_warps(c, source.dtype), num_stages=3)
         forward_intra[(M,)](source, v, rstd, u, part, part_lse, out, lse, M, S, s, s0, eps, MERGE=s0 > 0, **_intra_config(D, H, backward=False))
     return out
 
 
-@read_op.register_fake
+@torch.library.register_fake("depth_routing::read")
 def _(source, u, u_hi, u_lo, v, rstd, lse, part, part_lse, s, H, eps):
     return torch.empty_like(source)
 
 
-@torch.library.custom_op("depth_routing::scratch", mutates_args=())
+@_op("scratch")
 def scratch_op(after: Tensor, size: list[int], dtype: torch.dtype, which: int) -> Tensor:
     """Uninitialised memory, made no earlier than `after`: torch.compile would make a torch.empty of the backward when the backward starts, and, but
     for `which`, one memory of two that are alike."""
     return torch.empty(size, dtype=dtype, device=after.device)
 
 
-@scratch_op.register_fake
+@torch.library.register_fake("depth_routing::scratch")
 def _(after, size, dtype, which):
     return after.new_empty(size, dtype=dtype)
 
 
-@torch.library.custom_op("depth_routing::read_backward", mutates_args={"delta", "lse_h", "delta_h", "ds", "own", "du", "part", "part_c", "dh"})
+@_op("read_backward", mutates=("delta", "lse_h", "delta_h", "ds", "own", "du", "part", "part_c", "dh"))
 def read_backward_op(dout: Tensor, h: Tensor, end: Tensor, u: Tensor, u_hi: Tensor, u_lo: Tensor, v: Tensor, rstd: Tensor, lse: Tensor, delta: Tensor,
                      lse_h: Tensor, delta_h: Tensor, ds: Tensor, own: Tensor, du: Tensor, part: Tensor, part_c: Tensor, dh: Tensor, later: list[Tensor],
                      s: int, H: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -753,14 +767,14 @@ def read_backward_op(dout: Tensor, h: Tensor, end: Tensor, u: Tensor, u_hi: Tens
     c = _inter_config(D, H)
     with _on(dout):
         if s == e0 - 1 and later:
-            padded = tuple(later) + (later[-1],) * (triton.next_power_of_2(len(later)) - len(later))
-            backward_inter[(H * triton.cdiv(M, 2),)](v, rstd, u_hi, u_lo, padded, lse_h, delta_h, part, part_c, ds, end, M, S, s0, e0, **c,
+            padded = tuple(later) + (later[-1],) * ((1 << (len(later) - 1).bit_length()) - len(later))  # to a power of two
+            backward_inter[(H * -(-M // 2),)](v, rstd, u_hi, u_lo, padded, lse_h, delta_h, part, part_c, ds, end, M, S, s0, e0, **c,
                                                      num_warps=_inter_warps(c, dout.dtype), num_stages=2)
         backward_intra[(M,)](v, rstd, u, dout, h, dh, lse, delta, lse_h, delta_h, part, part_c, own, dv, end, end_out, M, S, s, s0, e0,
                              MERGE=e0 < S, **_intra_config(D, H, backward=True))
         if s == s0:
             bj = 64 if S - e0 > 32 else 32
-            grid = max(1, triton.cdiv(S - e0, bj)), H * c["CH"], du.shape[0]
+            grid = max(1, -(-(S - e0) // bj)), H * c["CH"], du.shape[0]
             fp32 = v.dtype == torch.float32
             backward_query[grid](v, ds, own, du, end_out, M, S, s0, e0, _query_block(M), **c, BJ=bj, BM=4 if fp32 else 8, num_warps=4, num_stages=2 if fp32 else 3)
     if s > 0:
@@ -769,7 +783,7 @@ def read_backward_op(dout: Tensor, h: Tensor, end: Tensor, u: Tensor, u_hi: Tens
     return dv, end_out, torch.where(sites < end_out, du.sum(0), 0.0)  # sites that never ran have no gradient
 
 
-@read_backward_op.register_fake
+@torch.library.register_fake("depth_routing::read_backward")
 def _(dout, h, end, u, u_hi, u_lo, v, rstd, lse, delta, lse_h, delta_h, ds, own, du, part, part_c, dh, later, s, H):
     return torch.empty_like(dout), torch.empty_like(end), du.new_empty(u.shape if s == 0 else 0)
 
@@ -784,7 +798,8 @@ def _opaque(function):
 
 @_opaque
 class _Read(torch.autograd.Function):
-    """One site. The forward's buffers are plain tensors on ctx, not saved tensors: later sites write other rows of them.
+    """One site. The forward's buffers are plain tensors on ctx, not saved tensors: later sites write other rows of them, which a backward needs. If the
+    compiler took the chain in several graphs, each would keep the rows of its own sites alone; `v.sites` finds that out.
 
     `links` chain the sites: empty tensors that go from site to site, so that a site's backward runs before those of all earlier sites, also where
     a sublayer in between passes no gradient, or where what a site returned was not used. Their gradients carry what the backward of the later
@@ -794,6 +809,10 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx, source, u, u_hi, u_lo, v, rstd, lse, part, part_lse, s, H, eps, *links):
         ctx.set_materialize_grads(False)
+        if s > 0 and getattr(v, "sites", 0) != s:
+            raise RuntimeError("a routing chain was cut into several compiled graphs: compile the whole model as one (fullgraph=True; under DDP with "
+                               "torch._dynamo.config.optimize_ddp = False), or its sublayers and not the router")
+        v.sites = s + 1
         x = source.detach().reshape(-1, source.shape[-1]).contiguous()
         h = read_op(x, u.detach(), u_hi, u_lo, v, rstd, lse, part, part_lse, s, H, eps)
         ctx.save_for_backward(h)
@@ -866,7 +885,7 @@ class FusedRouter:
             self.links = [*self.links[:9], *self.links[10:]]  # without dh of the group that ends here, which no later site knows of
 
 
-@torch.library.custom_op("depth_routing::delta", mutates_args=())
+@_op("delta")
 def delta_op(sources: list[Tensor], rstd: Tensor, u: Tensor, null: Tensor, null_logit: Tensor, gate: Tensor, H: int) -> Tensor:
     (M, D), J = sources[0].shape, u.shape[0]
     dtype = sources[0].dtype
@@ -874,17 +893,17 @@ def delta_op(sources: list[Tensor], rstd: Tensor, u: Tensor, null: Tensor, null_
     tokens = 16
     with _on(u):
         u, null = torch.stack(_split(u, dtype)), torch.stack(_split(null, dtype))
-        delta_forward[(H * triton.cdiv(M, tokens),)](tuple(sources), rstd, u, null, null_logit, gate, out, M, tokens,
+        delta_forward[(H * -(-M // tokens),)](tuple(sources), rstd, u, null, null_logit, gate, out, M, tokens,
                                                      SPLIT=dtype != torch.float32, ALIGNED=_aligned(sources), **_delta_config(D, H, len(sources), J, dtype))
     return out
 
 
-@delta_op.register_fake
+@torch.library.register_fake("depth_routing::delta")
 def _(sources, rstd, u, null, null_logit, gate, H):
     return sources[0].new_empty(u.shape[0], *sources[0].shape)
 
 
-@torch.library.custom_op("depth_routing::delta_backward", mutates_args=())
+@_op("delta_backward")
 def delta_backward_op(dout: list[Tensor], sources: list[Tensor], later: list[Tensor], rstd: Tensor, u: Tensor, null: Tensor, null_logit: Tensor,
                       gate: Tensor, H: int) -> list[Tensor]:
     (M, D), N, J = sources[0].shape, len(sources), u.shape[0]
@@ -902,7 +921,7 @@ def delta_backward_op(dout: list[Tensor], sources: list[Tensor], later: list[Ten
     return [dr.sum(-1), du.clone(), dnull.clone(), dlogit.sum(0), dgate.sum((0, 2)), *dv]
 
 
-@delta_backward_op.register_fake
+@torch.library.register_fake("depth_routing::delta_backward")
 def _(dout, sources, later, rstd, u, null, null_logit, gate, H):
     return [torch.empty_like(x) for x in (rstd, u, null, null_logit, gate, *sources)]
 
@@ -932,12 +951,13 @@ class _Delta(torch.autograd.Function):
         return drstd, du, dnull, dlogit, dgate, None, None, *[None] * len(sources), *[x.view(ctx.shape) for x in dv]
 
 
+@cache
 def _row_config(D: int) -> dict:
     BLOCK = min(4096, triton.next_power_of_2(D))
     return dict(D=D, BLOCK=BLOCK, num_warps=max(1, BLOCK // 1024), num_stages=1)  # 16 bytes per thread, four times
 
 
-@torch.library.custom_op("depth_routing::delta_source", mutates_args=())
+@_op("delta_source")
 def delta_source_op(x: Tensor, start: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     M, D = x.shape
     delta, rstd = x.new_empty(0) if start is None else torch.empty_like(x), torch.empty(M, dtype=torch.float32, device=x.device)
@@ -946,12 +966,12 @@ def delta_source_op(x: Tensor, start: Tensor | None, eps: float) -> tuple[Tensor
     return delta, rstd
 
 
-@delta_source_op.register_fake
+@torch.library.register_fake("depth_routing::delta_source")
 def _(x, start, eps):
     return x.new_empty(0) if start is None else torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("depth_routing::delta_source_backward", mutates_args=())
+@_op("delta_source_backward")
 def delta_source_backward_op(v: Tensor, rstd: Tensor, drstd: Tensor, g: Tensor, subtract: bool) -> tuple[Tensor, Tensor]:
     dx, dstart = torch.empty_like(v), torch.empty_like(v) if subtract else v.new_empty(0)
     with _on(v):
@@ -959,7 +979,7 @@ def delta_source_backward_op(v: Tensor, rstd: Tensor, drstd: Tensor, g: Tensor, 
     return dx, dstart
 
 
-@delta_source_backward_op.register_fake
+@torch.library.register_fake("depth_routing::delta_source_backward")
 def _(v, rstd, drstd, g, subtract):
     return torch.empty_like(v), torch.empty_like(v) if subtract else v.new_empty(0)
 

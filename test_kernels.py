@@ -275,6 +275,33 @@ def test_one_compiled_graph(delta):
     assert len(graphs) == 2, f"{len(graphs)} graphs for two shapes"
 
 
+@pytest.mark.parametrize("delta", [False, True])
+def test_compiled_in_pieces(delta):
+    """As DDP's buckets or a print in a sublayer cut a model. Delta routing does not mind; full routing, whose sources lie in one buffer, says so."""
+    x, query, key_norm, *weights = tensors = delta_inputs(6, 2, 16, torch.float32) if delta else inputs(7, 2, 16, 2, torch.float32)
+
+    def run(compiler):
+        router, sublayers = (FusedDeltaRouter(x, query, key_norm, *weights[:2], 2, 2), weights[2:]) if delta else (FusedRouter(x, query, key_norm, 2), weights)
+
+        def piece(h, *weights):
+            for w in weights:
+                router.write(torch.tanh(h @ w))
+                h = router.read() if router.site < len(query) else router.output()
+            return h
+
+        h = router.read()
+        for at in (0, 3):
+            h = compiler(piece)(h, *sublayers[at : at + 3])
+        return torch.autograd.grad(h.square().sum(), tensors)
+
+    compiler = lambda f: torch.compile(f, backend="aot_eager", dynamic=False)
+    if delta:
+        assert worst(run(compiler), [g.double() for g in run(lambda f: f)]) < 1e-5
+    else:
+        with pytest.raises(RuntimeError, match="cut into several compiled graphs"):
+            run(compiler)
+
+
 def test_compiled_backward_makes_each_buffer_once():
     """Not as zeros, and not one that is copied for another: the compiler has to see what eager torch does."""
     from functorch.compile import nop

@@ -7,6 +7,7 @@
 
 An optimizer step sees the same windows in the same order whatever the number of ranks, the micro-batch or the residual method.
 """
+import gc
 import json
 import math
 import os
@@ -77,7 +78,7 @@ class TrainConfig:
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and optimizer state; bfloat16 is the paper's, see README
     kernel: Literal["auto", "triton", "torch"] = "auto"  # depth routing; auto: triton on CUDA, else torch
     compile: bool | None = None  # torch.compile of the whole model with its loss; none: on CUDA only
-    cuda_graph: bool | None = None  # replay forward and backward as one CUDA graph, which saves launching their kernels; none: on CUDA with one process
+    cuda_graph: bool | None = None  # replay forward and backward as one CUDA graph, which saves launching their kernels; none: on CUDA, but for FSDP
     grad_checkpoint: bool = False  # recompute sublayers in backward to save memory
     parallel: Literal["ddp", "fsdp"] = "ddp"  # under torchrun: every rank holds the model, or a share of it (FSDP2)
     # intervals, in optimizer steps
@@ -420,15 +421,14 @@ def local(tensor):
 
 
 def shard(model, dtype):
-    """FSDP2: each sublayer is gathered when it runs, in `dtype`; gradients are summed and weights kept in their own precision (fp32).
+    """FSDP2: each layer is gathered when it runs, in `dtype`; gradients are summed and weights kept in their own precision (fp32).
 
-    The sublayers are the units because the Transformer calls them, not their layer. The residual method's parameters stay fp32 in
-    compute, as under DDP, and are gathered once per pass, when its depth memory is opened.
+    A layer is named by its sublayers because the Transformer calls those. The residual method's parameters stay fp32 in compute, as under
+    DDP, and are gathered once per pass, when its depth memory is opened.
     """
     half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)  # rotary tables stay fp32
     for layer in model.layers:
-        for sublayer in (layer.attn, layer.mlp):
-            fully_shard(sublayer, mp_policy=half)
+        fully_shard([layer.attn, layer.mlp], mp_policy=half)
     if next(model.residual.parameters(), None) is not None:
         fully_shard(model.residual, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), reshard_after_forward=False)
         register_fsdp_forward_method(model.residual, "start")
@@ -463,21 +463,20 @@ class GraphedMicroStep:
     may set them to None; the returned cross-entropy is overwritten by the next call.
     """
 
-    def __init__(self, run, x, y, parameters, micro_steps):
+    def __init__(self, run, x, y, parameters, micro_steps, stream):
         self.x, self.y, self.graphs, parameters = x.clone(), y.clone(), {}, list(parameters)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             for _ in range(11 if dist.is_initialized() else 3):  # compiles; DDP settles its buckets within eleven backwards
                 run(self.x, self.y, True)
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(stream)
         for p in parameters:
             p.grad = None
         torch.cuda.empty_cache()  # the graphs' memory pool takes the place of what the warm-up used
         pool = torch.cuda.graph_pool_handle()
         for first, last in dict.fromkeys([(True, micro_steps == 1), (False, micro_steps == 2), (False, True)][: min(micro_steps, 3)]):
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL's watchdog may go on meanwhile
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # NCCL's watchdog may go on meanwhile
                 cross_entropy = run(self.x, self.y, last)
             self.graphs[first, last] = graph, cross_entropy
 
@@ -555,7 +554,7 @@ def main():
         kernel, why_kernel = choose_kernel(cfg.kernel, config, device, dtype)
     except ValueError as error:
         raise UserError(error) from error
-    graphed = device.type == "cuda" and not distributed if cfg.cuda_graph is None else cfg.cuda_graph
+    graphed = device.type == "cuda" and cfg.parallel == "ddp" if cfg.cuda_graph is None else cfg.cuda_graph
     if graphed and (device.type != "cuda" or cfg.parallel == "fsdp"):
         raise UserError(f"--cuda_graph=true needs a CUDA device and --parallel=ddp, this is {device} with {cfg.parallel}; leave it away")
     if device.type == "cuda":
@@ -586,10 +585,11 @@ def main():
         model.loss_head = compiler(model.loss_head)
     forward = compiler(model) if compiled and cfg.parallel == "ddp" else model
     trained = forward
-    if distributed and cfg.parallel == "ddp":  # the compiler cuts the model at DDP's buckets, whose gradients are summed while the backward goes on
-        side = torch.cuda.Stream() if graphed else None  # its gradient hooks run on the stream that it is made on: a graph cannot hold the default one
-        with torch.cuda.stream(side):
-            trained = DistributedDataParallel(forward, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+    side = torch.cuda.Stream() if graphed else None  # where gradients are made, warmed up and recorded: a graph cannot hold the default stream
+    if distributed and cfg.parallel == "ddp":
+        torch._dynamo.config.optimize_ddp = False  # or the compiler would cut the model at DDP's buckets, to sum gradients during the backward
+        with torch.cuda.stream(side):  # DDP's gradient hooks run on the stream that it is made on
+            trained = DistributedDataParallel(forward, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True, bucket_cap_mb=512)
         if side:
             torch.cuda.current_stream().wait_stream(side)
 
@@ -702,7 +702,7 @@ def main():
             print(f"{'compiling  ' if compiled else 'recording  '} the training step and the evaluation ...", end=" ", flush=True)
         x, y = to_device(windows.batch(0, cfg.batch_size))
         if graphed:
-            micro_step = GraphedMicroStep(forward_backward, x, y, model.parameters(), micro_steps)
+            micro_step = GraphedMicroStep(forward_backward, x, y, model.parameters(), micro_steps, side)
         else:
             forward_backward(x, y, True)
             optimizer.zero_grad(set_to_none=True)
@@ -714,6 +714,8 @@ def main():
     for s in (signal.SIGTERM, signal.SIGINT):
         signal.signal(s, lambda number, frame: (signal.signal(number, signal.SIG_DFL), stop.append(number)))
 
+    gc.collect()
+    gc.freeze()  # what the compiler left behind would be looked through again every 30 steps, 20 ms in which all ranks wait
     checkpointer = Checkpointer(out_dir, cfg.keep_checkpoints, rank)
     progress = tqdm(total=cfg.max_steps, initial=step, disable=rank != 0, unit="step", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30)
     bad_step = torch.zeros((), device=device)  # the first step whose loss or gradient was not finite, found out without waiting for the GPU
