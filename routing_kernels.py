@@ -681,12 +681,6 @@ def _aligned(tensors) -> bool:
     return all(x.data_ptr() % 16 == 0 for x in tensors)
 
 
-def _split(u: Tensor, dtype) -> tuple[Tensor, Tensor]:
-    """u as hi + lo in the dtype of the sources."""
-    hi = u.to(dtype)
-    return hi, (u - hi.float()).to(dtype)
-
-
 def _on(x: Tensor):
     """Launch on the device of x, which need not be the current one."""
     return torch.cuda.device(x.device) if x.is_cuda and x.get_device() != torch.cuda.current_device() else nullcontext()
@@ -722,6 +716,18 @@ def _op(name: str, mutates: tuple = ()):
         torch.library.impl(f"depth_routing::{name}", "default", function)
         return getattr(torch.ops.depth_routing, name).default
     return register
+
+
+@_op("split")
+def split_op(u: Tensor, dtype: torch.dtype) -> Tensor:
+    """[2, ...]: u as hi + lo in the dtype of the sources. An operator because the compiler does not round on its way through a cast, and lo would be 0."""
+    hi = u.to(dtype)
+    return torch.stack((hi, (u - hi.float()).to(dtype)))
+
+
+@torch.library.register_fake("depth_routing::split")
+def _(u, dtype):
+    return u.new_empty(2, *u.shape, dtype=dtype)
 
 
 @_op("read", mutates=("v", "rstd", "lse", "part", "part_lse"))
@@ -859,7 +865,7 @@ class FusedRouter:
             raise ValueError(f"x {tuple(x.shape)}, query {tuple(query.shape)} and key_norm {tuple(key_norm.shape)} do not fit together")
         self.S, self.H, self.eps, self.x = S, n_heads, eps, x
         self.u = query.float() * key_norm.float()  # [S, D]; its autograd gives the gradients of query and key_norm
-        self.u_hi_lo = _split(self.u.detach(), x.dtype)
+        self.u_hi_lo = split_op(self.u.detach(), x.dtype).unbind(0)
         flat = x.detach().reshape(-1, D)
         self.buffers = _forward_buffers(flat, S, n_heads)
         shapes = [((1,), torch.float32), *_backward_buffers(*flat.shape, S, n_heads, x.dtype)]
@@ -892,7 +898,7 @@ def delta_op(sources: list[Tensor], rstd: Tensor, u: Tensor, null: Tensor, null_
     out = torch.empty(J, M, D, dtype=dtype, device=u.device)
     tokens = 16
     with _on(u):
-        u, null = torch.stack(_split(u, dtype)), torch.stack(_split(null, dtype))
+        u, null = split_op(u, dtype), split_op(null, dtype)
         delta_forward[(H * -(-M // tokens),)](tuple(sources), rstd, u, null, null_logit, gate, out, M, tokens,
                                                      SPLIT=dtype != torch.float32, ALIGNED=_aligned(sources), **_delta_config(D, H, len(sources), J, dtype))
     return out
@@ -914,7 +920,7 @@ def delta_backward_op(dout: list[Tensor], sources: list[Tensor], later: list[Ten
     dr, dparam = u.new_empty(N, M, H), u.new_empty(blocks, 2, J, D)
     dlogit, dgate = u.new_empty(blocks, J, H), u.new_empty(blocks, J, H)
     with _on(u):
-        u, null = torch.stack(_split(u, dtype)), torch.stack(_split(null, dtype))
+        u, null = split_op(u, dtype), split_op(null, dtype)
         delta_backward[(H * blocks,)](tuple(sources), tuple(dout), rstd, u, null, null_logit, gate, tuple(later or dv), tuple(dv), dr, dparam, dlogit, dgate,
                                       M, tokens, ADD=bool(later), ALIGNED=_aligned([*sources, *dout, *later, *dv]), **_delta_config(D, H, N, J, dtype))
     du, dnull = dparam.sum(0)

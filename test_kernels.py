@@ -246,6 +246,7 @@ def test_opcheck():
     for s in (0, 8):
         torch.library.opcheck(rk.read_op, (x, u, u, u, *forward, s, H, 1e-6), test_utils=tests)
         torch.library.opcheck(rk.read_backward_op, (x, x, end, u, u, u, *forward[:3], *back[:8], back[8 + s // 8], back[9 + s // 8:], s, H), test_utils=tests)
+    torch.library.opcheck(rk.split_op, (u, torch.bfloat16), test_utils=tests)
     torch.library.opcheck(rk.scratch_op, (x, [3, 4], torch.float32, 0), test_utils=("test_schema", "test_autograd_registration"))
     torch.library.opcheck(rk.delta_op, ([x, x.clone()], *small, H), test_utils=tests)
     for later in ([], [x, x.clone()]):
@@ -300,6 +301,15 @@ def test_compiled_in_pieces(delta):
     else:
         with pytest.raises(RuntimeError, match="cut into several compiled graphs"):
             run(compiler)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_compiled_hi_and_lo(dtype):
+    """The compiler keeps more digits than a cast does; here the digits that the cast drops are wanted."""
+    x, query, key_norm = torch.zeros(2, 16, dtype=dtype, device=DEVICE), torch.randn(3, 16, device=DEVICE), torch.ones(3, 16, device=DEVICE)
+    hi, lo = torch.compile(lambda *t: [*FusedRouter(*t, 2).u_hi_lo], fullgraph=True)(x, query, key_norm)
+    assert torch.equal(hi, query.to(dtype))
+    assert (hi.double() + lo.double() - query.double()).abs().max() < 4 * torch.finfo(dtype).eps ** 2
 
 
 def test_compiled_backward_makes_each_buffer_once():
@@ -404,7 +414,7 @@ def launches(D, H, dtype, S=10, M=64):
         for name, kernel in kernels.items():
             setattr(rk, name, Recorder(kernel, seen))
         x, u, end = torch.zeros(M, D, dtype=dtype), torch.zeros(S, D), torch.zeros(1)
-        u_hi, u_lo = rk._split(u, dtype)
+        u_hi, u_lo = rk.split_op(u, dtype)
         forward = rk._forward_buffers(x, S, H)
         back = [torch.zeros(size, dtype=dtype) for size, dtype, *_ in rk._backward_buffers(M, D, S, H, dtype)]
         for s in range(S):

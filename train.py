@@ -7,7 +7,6 @@
 
 An optimizer step sees the same windows in the same order whatever the number of ranks, the micro-batch or the residual method.
 """
-import gc
 import json
 import math
 import os
@@ -456,36 +455,44 @@ def all_reduce(values, device):
 
 
 class GraphedMicroStep:
-    """Forward and backward of a micro-step, recorded as CUDA graphs once and replayed from then on: (x, y, first, last) -> cross_entropy.
+    """Forward and backward of a micro-step, recorded as CUDA graphs once and replayed from then on: (x, y, first) -> cross_entropy.
 
-    run(x, y, last) does the work. The first micro-step of an optimizer step writes the gradients, later ones add to them, the last one
-    also sums them over the ranks: up to three graphs, which share one memory pool. Gradients then live in fixed places, so nothing
-    may set them to None; the returned cross-entropy is overwritten by the next call.
+    run(x, y) does the work. The first micro-step of an optimizer step writes the gradients, later ones add to them: up to two graphs, which
+    share one memory pool. Gradients then live in fixed places, so nothing may set them to None; the returned cross-entropy is overwritten
+    by the next call.
     """
 
-    def __init__(self, run, x, y, parameters, micro_steps, stream):
+    def __init__(self, run, x, y, parameters, micro_steps):
         self.x, self.y, self.graphs, parameters = x.clone(), y.clone(), {}, list(parameters)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(11 if dist.is_initialized() else 3):  # compiles; DDP settles its buckets within eleven backwards
-                run(self.x, self.y, True)
-        torch.cuda.current_stream().wait_stream(stream)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # compiles
+                run(self.x, self.y)
+        torch.cuda.current_stream().wait_stream(side)
         for p in parameters:
             p.grad = None
         torch.cuda.empty_cache()  # the graphs' memory pool takes the place of what the warm-up used
         pool = torch.cuda.graph_pool_handle()
-        for first, last in dict.fromkeys([(True, micro_steps == 1), (False, micro_steps == 2), (False, True)][: min(micro_steps, 3)]):
+        for first in [True, False][:micro_steps]:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # NCCL's watchdog may go on meanwhile
-                cross_entropy = run(self.x, self.y, last)
-            self.graphs[first, last] = graph, cross_entropy
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL's watchdog may go on meanwhile
+                cross_entropy = run(self.x, self.y)
+            self.graphs[first] = graph, cross_entropy
 
-    def __call__(self, x, y, first, last):
+    def __call__(self, x, y, first):
         self.x.copy_(x)
         self.y.copy_(y)
-        graph, cross_entropy = self.graphs[first, last]
+        graph, cross_entropy = self.graphs[first]
         graph.replay()
         return cross_entropy
+
+
+def average_gradients(parameters):
+    """What DDP does during a backward, done after one that a CUDA graph replayed: NCCL takes the gradients of all ranks as one group, where they lie."""
+    with dist._coalescing_manager():
+        for p in parameters:
+            dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -585,15 +592,11 @@ def main():
         model.loss_head = compiler(model.loss_head)
     forward = compiler(model) if compiled and cfg.parallel == "ddp" else model
     trained = forward
-    side = torch.cuda.Stream() if graphed else None  # where gradients are made, warmed up and recorded: a graph cannot hold the default stream
-    if distributed and cfg.parallel == "ddp":
-        torch._dynamo.config.optimize_ddp = False  # or the compiler would cut the model at DDP's buckets, to sum gradients during the backward
-        with torch.cuda.stream(side):  # DDP's gradient hooks run on the stream that it is made on
-            trained = DistributedDataParallel(forward, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True, bucket_cap_mb=512)
-        if side:
-            torch.cuda.current_stream().wait_stream(side)
+    if distributed and cfg.parallel == "ddp" and not graphed:
+        torch._dynamo.config.optimize_ddp = False  # it would cut the model at DDP's buckets, which a routing chain does not bear and which gained nothing
+        trained = DistributedDataParallel(forward, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
 
-    def forward_backward(x, y, last):
+    def forward_backward(x, y, last=True):
         """One micro-step: adds its share to the gradients; those of all ranks are summed up in the last one of an optimizer step."""
         if cfg.parallel == "fsdp":
             model.set_requires_gradient_sync(last)
@@ -702,7 +705,7 @@ def main():
             print(f"{'compiling  ' if compiled else 'recording  '} the training step and the evaluation ...", end=" ", flush=True)
         x, y = to_device(windows.batch(0, cfg.batch_size))
         if graphed:
-            micro_step = GraphedMicroStep(forward_backward, x, y, model.parameters(), micro_steps, side)
+            micro_step = GraphedMicroStep(forward_backward, x, y, model.parameters(), micro_steps)
         else:
             forward_backward(x, y, True)
             optimizer.zero_grad(set_to_none=True)
@@ -714,8 +717,6 @@ def main():
     for s in (signal.SIGTERM, signal.SIGINT):
         signal.signal(s, lambda number, frame: (signal.signal(number, signal.SIG_DFL), stop.append(number)))
 
-    gc.collect()
-    gc.freeze()  # what the compiler left behind would be looked through again every 30 steps, 20 ms in which all ranks wait
     checkpointer = Checkpointer(out_dir, cfg.keep_checkpoints, rank)
     progress = tqdm(total=cfg.max_steps, initial=step, disable=rank != 0, unit="step", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30)
     bad_step = torch.zeros((), device=device)  # the first step whose loss or gradient was not finite, found out without waiting for the GPU
@@ -730,9 +731,10 @@ def main():
             # step -> micro-step -> rank: together they are windows step * global_batch_size onward, in order, for any split
             x, y = to_device(windows.batch(step * cfg.global_batch_size + (micro * world + rank) * cfg.batch_size, cfg.batch_size))
             waited += time.perf_counter() - t
-            first, last = micro == 0, micro == micro_steps - 1
-            cross_entropy = micro_step(x, y, first, last) if graphed else forward_backward(x, y, last)
+            cross_entropy = micro_step(x, y, first=micro == 0) if graphed else forward_backward(x, y, last=micro == micro_steps - 1)
             loss += cross_entropy / micro_steps
+        if graphed and distributed:
+            average_gradients(model.parameters())
         grad_norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf))
         bad_step = torch.where((bad_step == 0) & ~torch.isfinite(grad_norm + loss), step + 1, bad_step)
         evaluating = (step + 1) % cfg.eval_interval == 0 or step + 1 == cfg.max_steps
@@ -791,7 +793,6 @@ def main():
             log({"event": "end", "step": step, "val_tail_mean": mean, "val_tail_count": len(tail)})
             print(f"done: validation loss {mean:.4f} nats per token, mean of the last {len(tail)} evaluations; {out_dir}")
     if dist.is_initialized():
-        micro_step = None  # graphs hold on to NCCL's communicator
         dist.destroy_process_group()
 
 
