@@ -214,10 +214,10 @@ def forward_inter(V, R, UH, UL, PART, PART_LSE, M, S, s0, TB, H: tl.constexpr, K
 
 
 @jit(do_not_specialize=_RUNTIME)
-def backward_inter(V, R, UH, UL, LATER, LSE_H, DEL_H, DH, PART_C, DS, END, M, S, s0, e0, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr,
+def backward_inter(V, R, UH, UL, LATER, LSE_H, DEL_H, PART, PART_C, DS, END, M, S, s0, e0, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr,
                    KC: tl.constexpr, W: tl.constexpr, G: tl.constexpr):
     """Sources s0..e0-1 pull from sites e0..END-1. Program: one head of two tokens, one later group at a time. LATER: the DH [M, G, D] of every later group
-    (a short last one has fewer rows), padded to a power of two. -> partial results DH [M, G, D], PART_C [M, H, G]; DS [S / G, M, H, G, G]."""
+    (a short last one has fewer rows), padded to a power of two. -> PART [M, G, D], PART_C [M, H, G], DS [S / G, M, H, G, G]."""
     D: tl.constexpr = H * K
     DT: tl.constexpr = V.dtype.element_ty
     pairs = tl.cdiv(M, 2)
@@ -256,7 +256,7 @@ def backward_inter(V, R, UH, UL, LATER, LSE_H, DEL_H, DH, PART_C, DS, END, M, S,
         p = tl.reshape(tl.permute(p, (0, 1, 3, 2)), [2 * G, 2 * G])  # [(token, source), (token, site)]
         ds = tl.reshape(tl.broadcast_to(tl.reshape(ds, [2, G, 1, G]), [2, G, 2, G]), [2 * G, 2 * G])  # [(token, source), (part, site)]
         acc = _dot_add(_chunks(ds, CH, DT), u, _dot_add(_chunks(p, CH, DT), dh, acc))
-    _store_tiles(DH, (m * G + a % G) * D, a < 2 * G, col, k, acc, KC, W)
+    _store_tiles(PART, (m * G + a % G) * D, a < 2 * G, col, k, acc, KC, W)
     tl.store(PART_C + (token * H + h) * G + g, total)
 
 
@@ -350,10 +350,10 @@ def forward_intra(X, V, R, U, PART, PART_LSE, OUT, LSE, M, S, s, s0, eps, H: tl.
 
 
 @jit(do_not_specialize=_RUNTIME)
-def backward_intra(V, R, U, DOUT, HOUT, DH, LSE, DEL, LSE_H, DEL_H, PART_C, OWN, DV, END, END_OUT, M, S, s, s0, e0,
+def backward_intra(V, R, U, DOUT, HOUT, DH, LSE, DEL, LSE_H, DEL_H, PART, PART_C, OWN, DV, END, END_OUT, M, S, s, s0, e0,
                    H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, W: tl.constexpr, G: tl.constexpr, MERGE: tl.constexpr):
-    """The gradient of source s from sites s..min(e0, END)-1, plus what backward_inter found. The group's DH [M, e0 - s0, D] holds that in its rows up to
-    s and dh in later ones; dh_s (DOUT) takes its place in row s. Delta_s goes to the group's DEL [M, G, H]. Program: one token. -> DV [M, D];
+    """Store dh_s (DOUT) in the group's DH [M, e0 - s0, D], and Delta_s in its DEL [M, G, H]; the gradient of source s from sites
+    s..min(e0, END)-1, plus what backward_inter found, PART, which may lie in DH, where dh_s then takes its place. Program: one token. -> DV [M, D];
     OWN [M, G, H, G]: ds_ji rstd_i, i before j."""
     # Statistics lie as they are read. Here a program takes all heads of one site: lse and Delta are [.., site, H]. backward_inter takes one head of many
     # sites: [.., H, site], which the group's first site, the last to run, writes once, LSE_H and DEL_H [S / G, M, H, G]; site by site, every 4 bytes
@@ -371,8 +371,8 @@ def backward_intra(V, R, U, DOUT, HOUT, DH, LSE, DEL, LSE_H, DEL_H, PART_C, OWN,
     LSE_H += ((s0 // G * M + m) * H + h) * G - s0
     DEL_H += ((s0 // G * M + m) * H + h) * G - s0
     OWN += ((m * G + s - s0) * H + h) * G - s0
-    # all loads are issued before anything is waited for; rows past END hold garbage, and nobody looks at them. All tiles are laid out alike: row s of DH
-    # is read and then written by the same threads
+    # all loads are issued before anything is waited for; rows past END hold garbage, and nobody looks at them. All tiles are laid out alike: what
+    # PART holds is read, and overwritten where it is DH, by the same threads
     dh = _row(DOUT + m * D, col, k, K, W, live, "")
     v = _row(V + (m * S + s) * D, col, k, K, W, live, ".cg")
     mix = _row(HOUT + m * D, col, k, K, W, live, ".cg")
@@ -387,7 +387,7 @@ def backward_intra(V, R, U, DOUT, HOUT, DH, LSE, DEL, LSE_H, DEL_H, PART_C, OWN,
     if MERGE:
         merge = end > e0  # otherwise backward_inter has not run
         c = tl.load(PART_C + (m * H + h) * G + s - s0, mask=h_ok & merge, other=0.0)
-        part = _row(DH + s * D, col, k, K, W, live & merge, ".cg")
+        part = _row(PART + (m * G + s - s0) * D, col, k, K, W, live & merge, ".cg")
     end = tl.where(end == 0, s + 1, end)
     last = tl.minimum(e0, end)
     if m == 0:
@@ -697,11 +697,13 @@ def _forward_buffers(x: Tensor, S: int, H: int) -> list[Tensor]:
 
 def _backward_buffers(M: int, D: int, S: int, H: int, dtype) -> list[tuple]:
     """(shape, dtype, the site that makes it) of what the sites of a backward pass share: delta [M, G, H], lse_h and delta_h [S / G, M, H, G],
-    ds [S / G, M, H, G, G], own [M, G, H, G], du [blocks of tokens, S, D], part_c [M, H, G], and the dh [M, G, D] of every group."""
+    ds [S / G, M, H, G, G], own [M, G, H, G], du [blocks of tokens, S, D], part [M, G, D], part_c [M, H, G], and the dh [M, G, D] of every group."""
     groups, blocks, f = -(-S // G), -(-M // _query_block(M)), torch.float32
     inner = (groups - 1) * G - 1  # the last group has no later ones to pull from
+    # part lies where dh will, but for short rows: that cost nothing with rows of 2,048 and 2,560 bytes, and 1.3 ms of 3.4 with 1,024 (H200, 16,384 tokens)
+    part = (M, G, D) if D * dtype.itemsize <= 1024 else (0,)
     return [((M, G, H), f, S - 1), ((groups, M, H, G), f, S - 1), ((groups, M, H, G), f, S - 1), ((groups, M, H, G, G), dtype, S - 1),
-            ((M, G, H, G), f, S - 1), ((blocks, S, D), f, S - 1), ((M, H, G), f, inner),
+            ((M, G, H, G), f, S - 1), ((blocks, S, D), f, S - 1), (part, dtype, inner), ((M, H, G), f, inner),
             *[((M, min(G, S - s0), D), dtype, min(s0 + G, S) - 1) for s0 in range(0, S, G)]]
 
 
@@ -765,20 +767,20 @@ def _(after, size, dtype, which):
     return after.new_empty(size, dtype=dtype)
 
 
-@_op("read_backward", mutates=("delta", "lse_h", "delta_h", "ds", "own", "du", "part_c", "dh"))
+@_op("read_backward", mutates=("delta", "lse_h", "delta_h", "ds", "own", "du", "part", "part_c", "dh"))
 def read_backward_op(dout: Tensor, h: Tensor, end: Tensor, u: Tensor, u_hi: Tensor, u_lo: Tensor, v: Tensor, rstd: Tensor, lse: Tensor, delta: Tensor,
-                     lse_h: Tensor, delta_h: Tensor, ds: Tensor, own: Tensor, du: Tensor, part_c: Tensor, dh: Tensor, later: list[Tensor],
+                     lse_h: Tensor, delta_h: Tensor, ds: Tensor, own: Tensor, du: Tensor, part: Tensor, part_c: Tensor, dh: Tensor, later: list[Tensor],
                      s: int, H: int) -> tuple[Tensor, Tensor, Tensor]:
     (M, D), S = dout.shape, v.shape[1]
     s0, e0 = s // G * G, min(s // G * G + G, S)
     dv, end_out = torch.empty_like(dout), torch.empty_like(end)
-    c = _inter_config(D, H)
+    c, part = _inter_config(D, H), part if part.numel() else dh
     with _on(dout):
         if s == e0 - 1 and later:
             padded = tuple(later) + (later[-1],) * ((1 << (len(later) - 1).bit_length()) - len(later))  # to a power of two
-            backward_inter[(H * -(-M // 2),)](v, rstd, u_hi, u_lo, padded, lse_h, delta_h, dh, part_c, ds, end, M, S, s0, e0, **c,
+            backward_inter[(H * -(-M // 2),)](v, rstd, u_hi, u_lo, padded, lse_h, delta_h, part, part_c, ds, end, M, S, s0, e0, **c,
                                                      num_warps=_inter_warps(c, dout.dtype), num_stages=2)
-        backward_intra[(M,)](v, rstd, u, dout, h, dh, lse, delta, lse_h, delta_h, part_c, own, dv, end, end_out, M, S, s, s0, e0,
+        backward_intra[(M,)](v, rstd, u, dout, h, dh, lse, delta, lse_h, delta_h, part, part_c, own, dv, end, end_out, M, S, s, s0, e0,
                              MERGE=e0 < S, **_intra_config(D, H, backward=True))
         if s == s0:
             bj = 64 if S - e0 > 32 else 32
@@ -792,7 +794,7 @@ def read_backward_op(dout: Tensor, h: Tensor, end: Tensor, u: Tensor, u_hi: Tens
 
 
 @torch.library.register_fake("depth_routing::read_backward")
-def _(dout, h, end, u, u_hi, u_lo, v, rstd, lse, delta, lse_h, delta_h, ds, own, du, part_c, dh, later, s, H):
+def _(dout, h, end, u, u_hi, u_lo, v, rstd, lse, delta, lse_h, delta_h, ds, own, du, part, part_c, dh, later, s, H):
     return torch.empty_like(dout), torch.empty_like(end), du.new_empty(u.shape if s == 0 else 0)
 
 
@@ -837,14 +839,14 @@ class _Read(torch.autograd.Function):
         state = list(state)
         if first or s == S - 1 or s % G == G - 1:
             needed = _backward_buffers(M, D, S, H, h.dtype)
-            for i, (size, dtype, made_at) in enumerate([*needed[:7], needed[7 + s // G]]):
+            for i, (size, dtype, made_at) in enumerate([*needed[:8], needed[8 + s // G]]):
                 if state[i] is None and s <= made_at:
                     state[i] = scratch_op(dout, size, dtype, i)
-        delta, lse_h, delta_h, ds, own, du, part_c, dh, *later = state
-        if part_c is None or s >= (S - 1) // G * G:
-            part_c = delta.new_empty(0)
+        delta, lse_h, delta_h, ds, own, du, part, part_c, dh, *later = state
+        if part is None or s >= (S - 1) // G * G:
+            part, part_c = h.new_empty(0), delta.new_empty(0)
         later = [x for x in later if x is not None]
-        dv, end, du = read_backward_op(dout, h, end, *chain, delta, lse_h, delta_h, ds, own, du, part_c, dh, later, s, H)
+        dv, end, du = read_backward_op(dout, h, end, *chain, delta, lse_h, delta_h, ds, own, du, part, part_c, dh, later, s, H)
         return dv.view(shape), (du if s == 0 else None), *[None] * 10, end, *state
 
 
@@ -890,7 +892,7 @@ class FusedRouter:
         self.read()  # a site that nobody read still stores its source
         self.source, self.site, self.mix = f, self.site + 1, None
         if self.site % G == 0:
-            self.links = [*self.links[:8], *self.links[9:]]  # without dh of the group that ends here, which no later site knows of
+            self.links = [*self.links[:9], *self.links[10:]]  # without dh of the group that ends here, which no later site knows of
 
 
 @_op("delta")

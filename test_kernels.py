@@ -245,7 +245,7 @@ def test_opcheck():
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     for s in (0, 8):
         torch.library.opcheck(rk.read_op, (x, u, u, u, *forward, s, H, 1e-6), test_utils=tests)
-        torch.library.opcheck(rk.read_backward_op, (x, x, end, u, u, u, *forward[:3], *back[:7], back[7 + s // 8], back[8 + s // 8:], s, H), test_utils=tests)
+        torch.library.opcheck(rk.read_backward_op, (x, x, end, u, u, u, *forward[:3], *back[:8], back[8 + s // 8], back[9 + s // 8:], s, H), test_utils=tests)
     torch.library.opcheck(rk.split_op, (u, torch.bfloat16), test_utils=tests)
     torch.library.opcheck(rk.scratch_op, (x, [3, 4], torch.float32, 0), test_utils=("test_schema", "test_autograd_registration"))
     torch.library.opcheck(rk.delta_op, ([x, x.clone()], *small, H), test_utils=tests)
@@ -419,7 +419,7 @@ def launches(D, H, dtype, S=10, M=64):
         back = [torch.zeros(size, dtype=dtype) for size, dtype, *_ in rk._backward_buffers(M, D, S, H, dtype)]
         for s in range(S):
             rk.read_op(x, u, u_hi, u_lo, *forward, s, H, 1e-6)
-            rk.read_backward_op(x, x, end, u, u_hi, u_lo, *forward[:3], *back[:7], back[7 + s // 8], back[8 + s // 8:], s, H)
+            rk.read_backward_op(x, x, end, u, u_hi, u_lo, *forward[:3], *back[:8], back[8 + s // 8], back[9 + s // 8:], s, H)
         small = torch.zeros(3, M), torch.zeros(8, D), torch.zeros(8, D), torch.zeros(8, H), torch.zeros(8)
         sources = [x.clone() for _ in range(3)]
         rk.delta_op(sources, *small, H)
