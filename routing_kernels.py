@@ -1070,10 +1070,10 @@ class FusedDeltaRouter:
 
 
 def _shared_memory(D: int, H: int, dtype, blocks: int = 0) -> int:
-    """Bytes that the hungriest kernel may take, as measured with triton 3.6 and 3.7: backward_query's for any width, or so many per column, padding included."""
+    """Bytes that the hungriest kernel may take, as measured with triton 3.6 to 3.8: backward_query's for any width, or so many per column, padding included."""
     fp32 = dtype == torch.float32
     c = _delta_config(D, H, blocks, G, dtype) if blocks else _inter_config(D, H)
-    per_column = ((320 if fp32 else 150) if blocks <= 8 else (450 if fp32 else 190)) if blocks else 225 if fp32 else 113
+    per_column = ((320 if fp32 else 162) if blocks <= 8 else (450 if fp32 else 195)) if blocks else 225 if fp32 else 113
     return max(76 * 1024, c["CH"] * triton.cdiv(c["KC"], c["W"]) * c["W"] * per_column)
 
 
