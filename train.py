@@ -491,7 +491,8 @@ class GraphedMicroStep:
 
 
 def average_gradients(parameters):
-    """What DDP does during a backward, done after one that a CUDA graph replayed: NCCL takes the gradients of all ranks as one group, where they lie."""
+    """What DDP does during a backward, done after one that a CUDA graph replayed: NCCL takes the gradients of all ranks as one group, where they lie.
+    Every parameter has one."""
     with dist._coalescing_manager():
         for p in parameters:
             dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
@@ -581,6 +582,9 @@ def main():
         load_weights(model, ckpt or base)
     else:
         model.init_weights(cfg.seed)
+    if graphed and distributed:  # one seed gives one model, but perhaps not on two kinds of CPU; DDP, too, begins with the first rank's
+        for p in model.parameters():
+            dist.broadcast(p.detach(), src=0)
     ema = {name: p.detach().float().clone() for name, p in model.named_parameters()} if cfg.ema_decay else {}
     groups = parameter_groups(model, cfg)
     optimizer = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
@@ -595,7 +599,7 @@ def main():
     forward = compiler(model) if compiled and cfg.parallel == "ddp" else model
     trained = forward
     if distributed and cfg.parallel == "ddp" and not graphed:
-        torch._dynamo.config.optimize_ddp = False  # it would cut the model at DDP's buckets, which a routing chain does not bear and which gained nothing
+        torch._dynamo.config.optimize_ddp = kernel != "triton"  # the compiler cuts the model at DDP's buckets, which a routing chain does not bear
         trained = DistributedDataParallel(forward, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
 
     def forward_backward(x, y, last=True):
