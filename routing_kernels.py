@@ -712,15 +712,12 @@ def _query_block(M: int) -> int:
     return max(64, -(-M // 32))
 
 
-_LIBRARY = torch.library.Library("depth_routing", "FRAGMENT")  # keeps the operators for as long as this module is loaded
-
-
 def _op(name: str, mutates: tuple = ()):
     """Makes a function the operator depth_routing::`name`. torch.library.custom_op does that too, with more around it: 30 us per call, which the
     launches of a site's kernels would wait for."""
     def register(function):
-        torch.library.define(f"depth_routing::{name}", torch.library.infer_schema(function, mutates_args=mutates), lib=_LIBRARY, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(f"depth_routing::{name}", "default", function, lib=_LIBRARY)
+        torch.library.define(f"depth_routing::{name}", torch.library.infer_schema(function, mutates_args=mutates), tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(f"depth_routing::{name}", "default", function)
         return getattr(torch.ops.depth_routing, name).default
     return register
 
@@ -732,7 +729,7 @@ def split_op(u: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack((hi, (u - hi.float()).to(dtype)))
 
 
-@torch.library.register_fake("depth_routing::split", lib=_LIBRARY)
+@torch.library.register_fake("depth_routing::split")
 def _(u, dtype):
     return u.new_empty(2, *u.shape, dtype=dtype)
 
@@ -753,7 +750,7 @@ def read_op(source: Tensor, u: Tensor, u_hi: Tensor, u_lo: Tensor, v: Tensor, rs
     return out
 
 
-@torch.library.register_fake("depth_routing::read", lib=_LIBRARY)
+@torch.library.register_fake("depth_routing::read")
 def _(source, u, u_hi, u_lo, v, rstd, lse, part, part_lse, s, H, eps):
     return torch.empty_like(source)
 
@@ -765,7 +762,7 @@ def scratch_op(after: Tensor, size: list[int], dtype: torch.dtype, which: int) -
     return torch.empty(size, dtype=dtype, device=after.device)
 
 
-@torch.library.register_fake("depth_routing::scratch", lib=_LIBRARY)
+@torch.library.register_fake("depth_routing::scratch")
 def _(after, size, dtype, which):
     return after.new_empty(size, dtype=dtype)
 
@@ -796,7 +793,7 @@ def read_backward_op(dout: Tensor, h: Tensor, end: Tensor, u: Tensor, u_hi: Tens
     return dv, end_out, torch.where(sites < end_out, du.sum(0), 0.0)  # sites that never ran have no gradient
 
 
-@torch.library.register_fake("depth_routing::read_backward", lib=_LIBRARY)
+@torch.library.register_fake("depth_routing::read_backward")
 def _(dout, h, end, u, u_hi, u_lo, v, rstd, lse, delta, lse_h, delta_h, ds, own, du, part, part_c, dh, later, s, H):
     return torch.empty_like(dout), torch.empty_like(end), du.new_empty(u.shape if s == 0 else 0)
 
@@ -911,7 +908,7 @@ def delta_op(sources: list[Tensor], rstd: Tensor, u: Tensor, null: Tensor, null_
     return out
 
 
-@torch.library.register_fake("depth_routing::delta", lib=_LIBRARY)
+@torch.library.register_fake("depth_routing::delta")
 def _(sources, rstd, u, null, null_logit, gate, H):
     return sources[0].new_empty(u.shape[0], *sources[0].shape)
 
@@ -934,7 +931,7 @@ def delta_backward_op(dout: list[Tensor], sources: list[Tensor], later: list[Ten
     return [dr.sum(-1), du.clone(), dnull.clone(), dlogit.sum(0), dgate.sum((0, 2)), *dv]
 
 
-@torch.library.register_fake("depth_routing::delta_backward", lib=_LIBRARY)
+@torch.library.register_fake("depth_routing::delta_backward")
 def _(dout, sources, later, rstd, u, null, null_logit, gate, H):
     return [torch.empty_like(x) for x in (rstd, u, null, null_logit, gate, *sources)]
 
@@ -979,7 +976,7 @@ def delta_source_op(x: Tensor, start: Tensor | None, eps: float) -> tuple[Tensor
     return delta, rstd
 
 
-@torch.library.register_fake("depth_routing::delta_source", lib=_LIBRARY)
+@torch.library.register_fake("depth_routing::delta_source")
 def _(x, start, eps):
     return x.new_empty(0) if start is None else torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)
 
@@ -992,7 +989,7 @@ def delta_source_backward_op(v: Tensor, rstd: Tensor, drstd: Tensor, g: Tensor, 
     return dx, dstart
 
 
-@torch.library.register_fake("depth_routing::delta_source_backward", lib=_LIBRARY)
+@torch.library.register_fake("depth_routing::delta_source_backward")
 def _(v, rstd, drstd, g, subtract):
     return torch.empty_like(v), torch.empty_like(v) if subtract else v.new_empty(0)
 

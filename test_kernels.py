@@ -222,12 +222,10 @@ def test_limits_are_named():
 
 
 def test_import_without_triton():
-    """The module, and so the model, imports, and again; the reason is there to be shown; an explicit request is an error."""
+    """The module, and so the model, imports; the reason is there to be shown; an explicit request is an error."""
     code = """if True:
         import sys; sys.modules["triton"] = None
-        import importlib, torch, routing_kernels as rk
-        rk = importlib.reload(rk)
-        assert torch.equal(rk.split_op(torch.ones(2), torch.float16)[0], torch.ones(2, dtype=torch.float16))
+        import torch, routing_kernels as rk
         assert rk.kernel_support("cuda", torch.bfloat16, 32, 2, 3) == "triton is not installed"
         rk.route_reference([torch.randn(2, 32)], torch.randn(32), torch.ones(32), 2)
         try: rk.FusedRouter(torch.randn(2, 32), torch.randn(3, 32), torch.ones(3, 32), 2)
