@@ -685,7 +685,7 @@ def _aligned(tensors) -> bool:
 
 def _on(x: Tensor):
     """Launch on the device of x, which need not be the current one."""
-    return torch.cuda.device(x.device) if x.is_cuda and x.get_device() != torch.cuda.current_device() else nullcontext()
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def _forward_buffers(x: Tensor, S: int, H: int) -> list[Tensor]:

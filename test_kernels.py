@@ -256,8 +256,9 @@ def test_opcheck():
         torch.library.opcheck(rk.delta_source_backward_op, (x, small[0][0], small[0][1], x.clone(), start is not None), test_utils=tests)
 
 
-@pytest.mark.parametrize("delta, D", [(False, 16), (False, 272), (True, 16)])  # rows of more than 1,024 bytes: partial results of the backward lie elsewhere
-def test_one_compiled_graph(delta, D):
+# rows of more than 1,024 bytes, too: partial results of the backward lie elsewhere
+@pytest.mark.parametrize("delta, D, batches", [(False, 16, (2, 1, 2)), (False, 272, (2,)), (True, 16, (2, 1, 2))])
+def test_one_compiled_graph(delta, D, batches):
     """fullgraph=True, forward and backward, compiled once per shape."""
     graphs = []
 
@@ -269,7 +270,6 @@ def test_one_compiled_graph(delta, D):
     tensors = delta_inputs(5, 2, D, torch.float32) if delta else inputs(9, 2, D, 2, torch.float32)
     run = (lambda *t: delta_chain(True, t, 2, 2)) if delta else (lambda *t: chain(FusedRouter, t, 2)[0])
     compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=False)
-    batches = (2, 1, 2) if D == 16 else (2,)
     for batch in batches:
         t = [tensors[0][:batch].detach().requires_grad_(), *tensors[1:]]
         a, b = (torch.autograd.grad(f(*t).square().sum(), t) for f in (compiled, run))

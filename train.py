@@ -419,15 +419,18 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def shard(model, dtype, unit=100_000_000):
-    """FSDP2: layers of up to `unit` parameters together, at least one, are gathered when they run, in `dtype`; gradients are summed and weights
-    kept in their own precision (fp32). Gathering a unit costs the host 3 ms a step, which a small layer's work does not hide.
+FSDP_UNIT = 100_000_000  # parameters gathered at once: the host takes 3 ms a step for a unit of any size, which a small layer's work does not hide
+
+
+def shard(model, dtype):
+    """FSDP2: layers of up to FSDP_UNIT parameters together, at least one, are gathered when they run, in `dtype`; gradients are summed and
+    weights kept in their own precision (fp32).
 
     A layer is named by its sublayers because the Transformer calls those. The residual method's parameters stay fp32 in compute, as under
     DDP, and are gathered once per pass, when its depth memory is opened.
     """
     half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)  # rotary tables stay fp32
-    layers = max(1, unit // sum(p.numel() for p in model.layers[0].parameters()))
+    layers = max(1, FSDP_UNIT // sum(p.numel() for p in model.layers[0].parameters()))
     for i in range(0, len(model.layers), layers):
         fully_shard([sublayer for layer in model.layers[i : i + layers] for sublayer in (layer.attn, layer.mlp)], mp_policy=half)
     if next(model.residual.parameters(), None) is not None:

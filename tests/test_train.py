@@ -61,7 +61,7 @@ SEVERAL = """import sys
 sys.path.insert(0, {root!r})
 import torch.distributed as dist
 import train
-train.shard.__defaults__ = 1,  # FSDP's units are single layers: one unit of many would hold these models whole
+train.FSDP_UNIT = 1  # single layers: one unit would hold these models whole
 dist.init_process_group("gloo")
 dist.init_process_group = dist.destroy_process_group = lambda *args, **kwargs: None  # one meeting of the ranks serves all the runs
 for sys.argv in {runs!r}:
