@@ -496,7 +496,7 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         rope, cached = cache.open(T) if cache else (tuple(table[:T] for table in self.rope), [None] * self.config.n_layer)
-        run = partial(checkpoint, use_reentrant=False) if self.grad_checkpoint and self.training else call
+        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False) if self.grad_checkpoint and self.training else call
 
         memory = self.residual.start(x, record)
         for layer, past in zip(self.layers, cached):

@@ -67,7 +67,7 @@ def route_reference(sources, query: Tensor, key_norm: Tensor, n_heads: int, eps:
 
 # ---------------------------------------------------------------------------------------------------------------------------------------------
 # Kernels. Widths such as 160 are no power of two, so a row is a tuple of narrow tiles (5 x 32), and whatever runs over columns is a static loop
-# over the tuple. In the inter kernels a wide head is CH chunks of KC columns, one warp each, and rows come in sixteens, as tensor cores take them:
+# over the tuple. In the inter kernels a tile is CH chunks of W columns, one warp each, and rows come in sixteens, as tensor cores take them:
 # the G sources of a group for two tokens, (token, source), likewise (token, site), or (part, site): in 16-bit types u enters the products as hi + lo.
 # Where rows of two tokens meet, what belongs to different tokens is masked. Sums, logits and softmax are fp32.
 
@@ -82,11 +82,12 @@ _RUNTIME = ["M", "S", "s", "s0", "e0"]  # never specialised: one binary serves a
 
 
 @jit
-def _tiles(base, row, row_ok, col, k, KC: tl.constexpr, W: tl.constexpr, CACHE: tl.constexpr):
-    """Rows at the offsets `row`, as a tuple of tiles [CH, rows, W] that covers each chunk's KC columns. col [CH, 1, W], k [1, 1, W]."""
+def _tiles(base, row, row_ok, col, k, K: tl.constexpr, STEP: tl.constexpr, CACHE: tl.constexpr):
+    """A head's K columns of the rows at the offsets `row`, as a tuple of tiles [CH, rows, W]. Of the first tile: k [CH, 1, W], its columns among the
+    head's, 0..STEP-1, and col, among the row's."""
     tiles = ()
-    for q in tl.static_range((KC + W - 1) // W):
-        tiles = tiles + (tl.load(base + row[None, :, None] + col + q * W, mask=row_ok[None, :, None] & (q * W + k < KC), other=0.0, cache_modifier=CACHE),)
+    for q in tl.static_range((K + STEP - 1) // STEP):
+        tiles = tiles + (tl.load(base + row[None, :, None] + col + q * STEP, mask=row_ok[None, :, None] & (q * STEP + k < K), other=0.0, cache_modifier=CACHE),)
     return tiles
 
 
@@ -102,18 +103,18 @@ def _pointers(tensors, n, ROWS: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @jit
-def _rows(pointers, offset, row_ok, col, k, KC: tl.constexpr, W: tl.constexpr):
+def _rows(pointers, offset, row_ok, col, k, K: tl.constexpr, STEP: tl.constexpr):
     """_tiles, with a pointer per row."""
     tiles = ()
-    for q in tl.static_range((KC + W - 1) // W):
-        tiles = tiles + (tl.load((pointers + offset)[None, :, None] + col + q * W, mask=row_ok[None, :, None] & (q * W + k < KC), other=0.0),)
+    for q in tl.static_range((K + STEP - 1) // STEP):
+        tiles = tiles + (tl.load((pointers + offset)[None, :, None] + col + q * STEP, mask=row_ok[None, :, None] & (q * STEP + k < K), other=0.0),)
     return tiles
 
 
 @jit
-def _empty(CH: tl.constexpr, ROWS: tl.constexpr, KC: tl.constexpr, W: tl.constexpr):
+def _empty(CH: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, W: tl.constexpr):
     tiles = ()
-    for q in tl.static_range((KC + W - 1) // W):
+    for q in tl.static_range((K + CH * W - 1) // (CH * W)):
         tiles = tiles + (tl.zeros([CH, ROWS, W], tl.float32),)
     return tiles
 
@@ -151,9 +152,9 @@ def _scale(acc, by):
 
 
 @jit
-def _store_tiles(base, row, row_ok, col, k, tiles, KC: tl.constexpr, W: tl.constexpr):
+def _store_tiles(base, row, row_ok, col, k, tiles, K: tl.constexpr, STEP: tl.constexpr):
     for q in tl.static_range(len(tiles)):
-        tl.store(base + row[None, :, None] + col + q * W, tiles[q].to(base.dtype.element_ty), mask=row_ok[None, :, None] & (q * W + k < KC))
+        tl.store(base + row[None, :, None] + col + q * STEP, tiles[q].to(base.dtype.element_ty), mask=row_ok[None, :, None] & (q * STEP + k < K))
 
 
 @jit
@@ -169,27 +170,28 @@ def _repeat(x, ROWS: tl.constexpr):
 
 
 @jit(do_not_specialize=_RUNTIME)
-def forward_inter(V, R, UH, UL, PART, PART_LSE, M, S, s0, TB, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr, KC: tl.constexpr, W: tl.constexpr,
+def forward_inter(V, R, UH, UL, PART, PART_LSE, M, S, s0, TB, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr, W: tl.constexpr,
                   G: tl.constexpr, BN: tl.constexpr):
     """Sites s0..s0+G-1 attend to sources 0..s0-1. Program: one head of TB tokens. -> PART [M, G, D], normalised; PART_LSE [M, H, G]."""
     # The 16 rows of a tensor-core tile are (part, site): of u in the logits, of p in the mix. So both are exact at the price of neither.
     D: tl.constexpr = H * K
+    STEP: tl.constexpr = CH * W
     h = tl.program_id(0) % H
     m = (tl.program_id(0) // H).to(tl.int64) * TB
     tokens = tl.minimum(M - m, TB).to(tl.int32)
     b, g, n = tl.arange(0, 2 * G), tl.arange(0, G), tl.arange(0, BN)
-    c, k = tl.arange(0, CH)[:, None, None], tl.arange(0, W)[None, None, :]
-    col = h * K + c * KC + k
-    u = _rows(_pointers((UH, UL), b // G, 2 * G, True), (s0 + b % G) * D, s0 + b % G < S, col, k, KC, W)  # [CH, 2 G, W], the same for all tokens
+    k = tl.arange(0, CH)[:, None, None] * W + tl.arange(0, W)[None, None, :]  # [CH, 1, W]
+    col = h * K + k
+    u = _rows(_pointers((UH, UL), b // G, 2 * G, True), (s0 + b % G) * D, s0 + b % G < S, col, k, K, STEP)  # [CH, 2 G, W], the same for all tokens
     top = tl.full([G], float("-inf"), tl.float32)  # running maximum and sum of the softmax
     den = tl.zeros([G], tl.float32)
-    acc = _empty(CH, 2 * G, KC, W)
+    acc = _empty(CH, 2 * G, K, W)
     blocks = tl.cdiv(s0, BN)
     for step in range(tokens * blocks):  # all blocks of all tokens in one loop, so that the pipeline never drains
         token = m + step // blocks
         i = step % blocks * BN + n
         ok = i < s0
-        v = _tiles(V + token * S * D, i * D, ok, col, k, KC, W, "")  # [CH, BN, W]
+        v = _tiles(V + token * S * D, i * D, ok, col, k, K, STEP, "")  # [CH, BN, W]
         r = tl.load(R + (i // G * M + token) * G + i % G, mask=ok, other=0.0)
         lg = _fold(_dot_t(u, v, tl.zeros([CH, 2 * G, BN], tl.float32)), CH, BN)
         lg = tl.where(ok[None, :], lg * r[None, :], float("-inf"))  # [G, BN]
@@ -206,19 +208,20 @@ def forward_inter(V, R, UH, UL, PART, PART_LSE, M, S, s0, TB, H: tl.constexpr, K
             by = (1.0 / den)[None, :, None]
             for q in tl.static_range(len(acc)):
                 out = tl.sum(tl.reshape(acc[q], [CH, 2, G, W]), 1) * by
-                tl.store(PART + ((token * G + g) * D)[None, :, None] + col + q * W, out.to(PART.dtype.element_ty), mask=(s0 + g < S)[None, :, None] & (q * W + k < KC))
+                tl.store(PART + ((token * G + g) * D)[None, :, None] + col + q * STEP, out.to(PART.dtype.element_ty), mask=(s0 + g < S)[None, :, None] & (q * STEP + k < K))
             tl.store(PART_LSE + (token * H + h) * G + g, top + tl.log(den), mask=s0 + g < S)
             top = tl.full([G], float("-inf"), tl.float32)
             den = tl.zeros([G], tl.float32)
-            acc = _empty(CH, 2 * G, KC, W)
+            acc = _empty(CH, 2 * G, K, W)
 
 
 @jit(do_not_specialize=_RUNTIME)
 def backward_inter(V, R, UH, UL, LATER, LSE_H, DEL_H, PART, PART_C, DS, END, M, S, s0, e0, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr,
-                   KC: tl.constexpr, W: tl.constexpr, G: tl.constexpr):
+                   W: tl.constexpr, G: tl.constexpr):
     """Sources s0..e0-1 pull from sites e0..END-1. Program: one head of two tokens, one later group at a time. LATER: the DH [M, G, D] of every later group
     (a short last one has fewer rows), padded to a power of two. -> PART [M, G, D], PART_C [M, H, G], DS [S / G, M, H, G, G]."""
     D: tl.constexpr = H * K
+    STEP: tl.constexpr = CH * W
     DT: tl.constexpr = V.dtype.element_ty
     pairs = tl.cdiv(M, 2)
     h = tl.program_id(0) // pairs
@@ -226,21 +229,21 @@ def backward_inter(V, R, UH, UL, LATER, LSE_H, DEL_H, PART, PART_C, DS, END, M, 
     end = tl.load(END).to(tl.int32)
     a, g, t = tl.arange(0, 2 * G), tl.arange(0, G)[None, :], tl.arange(0, 2)[:, None]
     m, token = tl.minimum(at + a // G, M - 1), tl.minimum(at + t, M - 1)  # of an odd number of tokens the last is done twice, with the same result
-    c, k = tl.arange(0, CH)[:, None, None], tl.arange(0, W)[None, None, :]
-    col = h * K + c * KC + k
+    k = tl.arange(0, CH)[:, None, None] * W + tl.arange(0, W)[None, None, :]  # [CH, 1, W]
+    col = h * K + k
     u_at = _pointers((UH, UL), a // G, 2 * G, True)
-    v = _tiles(V, (m * S + s0 + a % G) * D, a < 2 * G, col, k, KC, W, ".cg")  # [CH, (token, source), W]
+    v = _tiles(V, (m * S + s0 + a % G) * D, a < 2 * G, col, k, K, STEP, ".cg")  # [CH, (token, source), W]
     r = tl.load(R + (s0 // G * M + token) * G + g)[:, :, None]
     mine = a[:, None] // G == a[None, :] // G
     total = tl.zeros([2, G], tl.float32)  # sum_j ds_ji logit_ji
-    acc = _empty(CH, 2 * G, KC, W)
+    acc = _empty(CH, 2 * G, K, W)
     for group in range(e0 // G, tl.cdiv(end, G)):
         ok, ok_g = group * G + a % G < end, group * G + g < end
         dh_at = LATER[0]
         for i in tl.static_range(1, len(LATER)):
             dh_at = tl.where(group - e0 // G >= i, LATER[i], dh_at)
-        dh = _tiles(tl.multiple_of(dh_at, 16), (m * tl.minimum(S - group * G, G) + a % G) * D, ok, col, k, KC, W, "")  # [CH, (token, site), W]
-        u = _rows(u_at, (group * G + a % G) * D, ok, col, k, KC, W)  # [CH, (part, site), W]
+        dh = _tiles(tl.multiple_of(dh_at, 16), (m * tl.minimum(S - group * G, G) + a % G) * D, ok, col, k, K, STEP, "")  # [CH, (token, site), W]
+        u = _rows(u_at, (group * G + a % G) * D, ok, col, k, K, STEP)  # [CH, (part, site), W]
         zero = tl.zeros([CH, 2 * G, 2 * G], tl.float32)
         both = tl.join(_dot_t(v, u, zero), tl.where(mine[None, :, :], _dot_t(v, dh, zero), 0.0))  # one sum over the chunks for two products
         lg, dp = tl.split(tl.sum(tl.sum(tl.reshape(both, [CH, 2, G, 2, G, 2]), 3), 0))  # [token, source, site]
@@ -256,7 +259,7 @@ def backward_inter(V, R, UH, UL, LATER, LSE_H, DEL_H, PART, PART_C, DS, END, M, 
         p = tl.reshape(tl.permute(p, (0, 1, 3, 2)), [2 * G, 2 * G])  # [(token, source), (token, site)]
         ds = tl.reshape(tl.broadcast_to(tl.reshape(ds, [2, G, 1, G]), [2, G, 2, G]), [2 * G, 2 * G])  # [(token, source), (part, site)]
         acc = _dot_add(_chunks(ds, CH, DT), u, _dot_add(_chunks(p, CH, DT), dh, acc))
-    _store_tiles(PART, (m * G + a % G) * D, a < 2 * G, col, k, acc, KC, W)
+    _store_tiles(PART, (m * G + a % G) * D, a < 2 * G, col, k, acc, K, STEP)
     tl.store(PART_C + (token * H + h) * G + g, total)
 
 
@@ -430,15 +433,16 @@ def backward_intra(V, R, U, DOUT, HOUT, DH, LSE, DEL, LSE_H, DEL_H, PART, PART_C
 
 
 @jit(do_not_specialize=_RUNTIME)
-def backward_query(V, DS, OWN, DU, END, M, S, s0, e0, TB, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr, KC: tl.constexpr, W: tl.constexpr,
+def backward_query(V, DS, OWN, DU, END, M, S, s0, e0, TB, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr, W: tl.constexpr,
                    G: tl.constexpr, BJ: tl.constexpr, BM: tl.constexpr):
     """du_j += sum over TB tokens and the sources s0..e0-1 of ds_ji rstd_i v_i. Program: BJ sites j >= e0 (the first also the group's own sites), one
     chunk of one head. DU [M / TB, S, D] holds one partial sum per block of tokens; the groups run one after the other, so the order is fixed."""
     D: tl.constexpr = H * K
+    STEP: tl.constexpr = CH * W
     first = tl.program_id(0) == 0
     h = tl.program_id(1) // CH
-    c, k = tl.program_id(1) % CH, tl.arange(0, W)
-    col = h * K + c * KC + k
+    k = tl.program_id(1) % CH * W + tl.arange(0, W)
+    col = h * K + k
     j = (e0 + tl.program_id(0) * BJ + tl.arange(0, BJ)).to(tl.int64)
     b, g = tl.arange(0, 2 * G), tl.arange(0, G)  # the group's own sites, their ds as hi + lo: (part, site) are the 16 rows of a tensor-core tile
     own = s0 + b % G
@@ -451,7 +455,7 @@ def backward_query(V, DS, OWN, DU, END, M, S, s0, e0, TB, H: tl.constexpr, K: tl
         a = tl.arange(0, BM * G)
         i = s0 + a % G
         acc, acc_own = (), ()
-        for q in tl.static_range((KC + W - 1) // W):
+        for q in tl.static_range((K + STEP - 1) // STEP):
             acc = acc + (tl.zeros([BJ, W], tl.float32),)
             acc_own = acc_own + (tl.zeros([2 * G, W], tl.float32),)
         at = DS + ((j // G * M * H + h) * G + j % G)[:, None] * G + (a // G * H * G * G + a % G)[None, :]
@@ -468,14 +472,14 @@ def backward_query(V, DS, OWN, DU, END, M, S, s0, e0, TB, H: tl.constexpr, K: tl
             hi = ds_own.to(V.dtype.element_ty)
             ds_own = tl.where(b[:, None] < G, hi, (ds_own - hi.to(tl.float32)).to(V.dtype.element_ty))
             new, new_own = (), ()
-            for q in tl.static_range((KC + W - 1) // W):
-                v = tl.load(V + ((token * S + i) * D)[:, None] + col[None, :] + q * W, mask=v_ok[:, None] & (q * W + k < KC)[None, :], other=0.0)
+            for q in tl.static_range((K + STEP - 1) // STEP):
+                v = tl.load(V + ((token * S + i) * D)[:, None] + col[None, :] + q * STEP, mask=v_ok[:, None] & (q * STEP + k < K)[None, :], other=0.0)
                 new = new + (tl.dot(ds, v, acc[q], input_precision="ieee"),)
                 new_own = new_own + (tl.dot(ds_own, v, acc_own[q], input_precision="ieee"),)
             acc, acc_own = new, new_own
-        for q in tl.static_range((KC + W - 1) // W):
-            live = (q * W + k < KC)[None, :]
-            du = DU + tl.program_id(2).to(tl.int64) * S * D + col[None, :] + q * W
+        for q in tl.static_range((K + STEP - 1) // STEP):
+            live = (q * STEP + k < K)[None, :]
+            du = DU + tl.program_id(2).to(tl.int64) * S * D + col[None, :] + q * STEP
             # the group's own sites start here, later ones hold the sums over later sources already
             tl.store(du + (s0 + g)[:, None] * D, tl.sum(tl.reshape(acc_own[q], [2, G, W]), 0), mask=(first & (s0 + g < last))[:, None] & live)
             du += j[:, None] * D
@@ -510,26 +514,27 @@ def _as_fp32(tiles):
 
 @jit(do_not_specialize=_RUNTIME)
 def delta_forward(SOURCES, R, U, NULL, NULL_LOGIT, GATE, OUT, M, TB, J: tl.constexpr, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr,
-                  KC: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr):
+                  W: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr):
     """OUT[j] = GATE[j] * mix of [NULL[j], SOURCES] for J <= 8 sites. Program: one head of TB tokens, two at a time. R [N, M], U and NULL [2, J, D]
     (hi and lo parts), NULL_LOGIT [J, H]."""
     D: tl.constexpr = H * K
+    STEP: tl.constexpr = CH * W
     N: tl.constexpr = len(SOURCES)
     h = tl.program_id(0) % H
     m = (tl.program_id(0) // H).to(tl.int64) * TB
     m_end = tl.minimum(m + TB, M)
     a, b, j = tl.arange(0, 2 * BN), tl.arange(0, 16), tl.arange(0, 8)  # rows of (token, source), of (token, site) or (part, site), of sites
-    c, k = tl.arange(0, CH)[:, None, None], tl.arange(0, W)[None, None, :]
-    col = h * K + c * KC + k
-    u = _tiles(U, (b // 8 * J + b % 8) * D, b % 8 < J, col, k, KC, W, "")  # [CH, 16, W]
-    null = _tiles(NULL, (b // 8 * J + b % 8) * D, b % 8 < J, col, k, KC, W, "")
+    k = tl.arange(0, CH)[:, None, None] * W + tl.arange(0, W)[None, None, :]  # [CH, 1, W]
+    col = h * K + k
+    u = _tiles(U, (b // 8 * J + b % 8) * D, b % 8 < J, col, k, K, STEP, "")  # [CH, 16, W]
+    null = _tiles(NULL, (b // 8 * J + b % 8) * D, b % 8 < J, col, k, K, STEP, "")
     null_logit = tl.load(NULL_LOGIT + j * H + h, mask=j < J, other=0.0)[:, None]
     gate = tl.load(GATE + j, mask=j < J, other=0.0)[:, None]
     source = _pointers(SOURCES, a % BN, 2 * BN, ALIGNED)
     for t in range(m, m_end, 2):
         token = t + a // BN
         ok = (a % BN < N) & (token < m_end)
-        v = _rows(source, token * D, ok, col, k, KC, W)  # [CH, 2 BN, W]
+        v = _rows(source, token * D, ok, col, k, K, STEP)  # [CH, 2 BN, W]
         lg = _fold(_dot_t(u, v, tl.zeros([CH, 16, 2 * BN], tl.float32)), CH, 2 * BN) * tl.load(R + a % BN * M + token, mask=ok, other=0.0)[None, :]
         lg = tl.reshape(tl.where(ok[None, :], lg, float("-inf")), [8, 2, BN])
         top = tl.maximum(tl.max(lg, 2), null_logit)  # [site, token]
@@ -538,18 +543,19 @@ def delta_forward(SOURCES, R, U, NULL, NULL_LOGIT, GATE, OUT, M, TB, J: tl.const
         p = _repeat(tl.reshape(p * scale[:, :, None], [8, 2 * BN]), 2 * BN)
         p = tl.where(b[:, None] // 8 == a[None, :] // BN, p, 0.0)  # a site's own token only: [(token, site), (token, source)]
         p_null = tl.where(b[:, None] % 8 == b[None, :] % 8, tl.reshape(tl.trans(p_null * scale), [16])[:, None], 0.0)  # [(token, site), (part, site)]
-        out = _weighted(p, v, _weighted(p_null, null, _empty(CH, 16, KC, W), CH, SPLIT), CH, SPLIT)
+        out = _weighted(p, v, _weighted(p_null, null, _empty(CH, 16, K, W), CH, SPLIT), CH, SPLIT)
         at = t + b // 8
-        _store_tiles(OUT, (b % 8 * M + at) * D, (b % 8 < J) & (at < m_end), col, k, out, KC, W)
+        _store_tiles(OUT, (b % 8 * M + at) * D, (b % 8 < J) & (at < m_end), col, k, out, K, STEP)
 
 
 @jit(do_not_specialize=_RUNTIME)
 def delta_backward(SOURCES, DOUT, R, U, NULL, NULL_LOGIT, GATE, LATER, DV, DR, DPARAM, DLOGIT, DGATE, M, TB, J: tl.constexpr, H: tl.constexpr,
-                   K: tl.constexpr, CH: tl.constexpr, KC: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr,
+                   K: tl.constexpr, CH: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr,
                    ALIGNED: tl.constexpr):
     """Gradients of delta_forward's inputs. Program: one head of TB tokens, two at a time. -> DV[i] [M, D] = LATER[i] (with ADD) + this block's part,
     without the norms'; DR [N, M, H]; and partial sums over TB tokens: DPARAM [M / TB, 2, J, D] (of u and null), DLOGIT, DGATE [M / TB, J, H]."""
     D: tl.constexpr = H * K
+    STEP: tl.constexpr = CH * W
     N: tl.constexpr = len(SOURCES)
     DT: tl.constexpr = U.dtype.element_ty
     h = tl.program_id(0) % H
@@ -557,10 +563,10 @@ def delta_backward(SOURCES, DOUT, R, U, NULL, NULL_LOGIT, GATE, LATER, DV, DR, D
     m = block.to(tl.int64) * TB
     m_end = tl.minimum(m + TB, M)
     a, b, j = tl.arange(0, 2 * BN), tl.arange(0, 16), tl.arange(0, 8)
-    c, k = tl.arange(0, CH)[:, None, None], tl.arange(0, W)[None, None, :]
-    col = h * K + c * KC + k
-    u = _tiles(U, (b // 8 * J + b % 8) * D, b % 8 < J, col, k, KC, W, "")  # [CH, 16, W]
-    null = _tiles(NULL, (b // 8 * J + b % 8) * D, b % 8 < J, col, k, KC, W, "")
+    k = tl.arange(0, CH)[:, None, None] * W + tl.arange(0, W)[None, None, :]  # [CH, 1, W]
+    col = h * K + k
+    u = _tiles(U, (b // 8 * J + b % 8) * D, b % 8 < J, col, k, K, STEP, "")  # [CH, 16, W]
+    null = _tiles(NULL, (b // 8 * J + b % 8) * D, b % 8 < J, col, k, K, STEP, "")
     null_logit = tl.load(NULL_LOGIT + j * H + h, mask=j < J, other=0.0)[:, None]
     gate = tl.load(GATE + j, mask=j < J, other=0.0)[:, None]
     source, dout, dv_at = _pointers(SOURCES, a % BN, 2 * BN, ALIGNED), _pointers(DOUT, b % 8, 16, ALIGNED), _pointers(DV, a % BN, 2 * BN, ALIGNED)
@@ -568,13 +574,13 @@ def delta_backward(SOURCES, DOUT, R, U, NULL, NULL_LOGIT, GATE, LATER, DV, DR, D
         later = _pointers(LATER, a % BN, 2 * BN, ALIGNED)
     mine = (b[:, None] // 8 == a[None, :] // BN)  # a site's own token: [(token, site), (token, source)]
     same = b[:, None] % 8 == b[None, :] % 8
-    acc = _empty(CH, 16, KC, W)  # du, dnull
+    acc = _empty(CH, 16, K, W)  # du, dnull
     dlogit, dgate = tl.zeros([8], tl.float32), tl.zeros([8], tl.float32)
     for t in range(m, m_end, 2):
         token, at = t + a // BN, t + b // 8
         ok = (a % BN < N) & (token < m_end)
-        v = _rows(source, token * D, ok, col, k, KC, W)  # [CH, 2 BN, W]
-        dh = _rows(dout, at * D, (b % 8 < J) & (at < m_end), col, k, KC, W)  # [CH, 16, W]
+        v = _rows(source, token * D, ok, col, k, K, STEP)  # [CH, 2 BN, W]
+        dh = _rows(dout, at * D, (b % 8 < J) & (at < m_end), col, k, K, STEP)  # [CH, 16, W]
         r = tl.load(R + a % BN * M + token, mask=ok, other=0.0)[None, :]
         zero = tl.zeros([CH, 16, 2 * BN], tl.float32)
         both = tl.join(_dot_t(u, v, zero), tl.where(mine[None, :, :], _dot_t(dh, v, zero), 0.0))  # one fold for two products
@@ -596,16 +602,16 @@ def delta_backward(SOURCES, DOUT, R, U, NULL, NULL_LOGIT, GATE, LATER, DV, DR, D
         ds = _repeat(ds * r, 2 * BN)  # [(part, site), (token, source)]
         p = tl.where(mine, _repeat(tl.reshape(p, [8, 2 * BN]), 2 * BN), 0.0)  # [(token, site), (token, source)]
         p_null = tl.where(same & (b[:, None] >= 8), tl.reshape(tl.trans(p_null), [16])[None, :], 0.0)  # [(part, site), (token, site)]
-        dv = _empty(CH, 2 * BN, KC, W)
+        dv = _empty(CH, 2 * BN, K, W)
         if ADD:
-            dv = _as_fp32(_rows(later, token * D, ok, col, k, KC, W))
+            dv = _as_fp32(_rows(later, token * D, ok, col, k, K, STEP))
         dv = _dot_add(_chunks(tl.trans(p), CH, DT), dh, dv)
         dv = _dot_add(_chunks(tl.trans(ds), CH, DT), u, dv)
         for q in tl.static_range(len(dv)):
-            tl.store(dv_at[None, :, None] + (token * D)[None, :, None] + col + q * W, dv[q].to(DT), mask=ok[None, :, None] & (q * W + k < KC))
+            tl.store(dv_at[None, :, None] + (token * D)[None, :, None] + col + q * STEP, dv[q].to(DT), mask=ok[None, :, None] & (q * STEP + k < K))
         acc = _dot_add(_chunks(tl.where(b[:, None] < 8, ds, 0.0), CH, DT), v, acc)
         acc = _dot_add(_chunks(p_null, CH, DT), dh, acc)
-    _store_tiles(DPARAM, ((block * 2 + b // 8) * J + b % 8) * D, b % 8 < J, col, k, acc, KC, W)
+    _store_tiles(DPARAM, ((block * 2 + b // 8) * J + b % 8) * D, b % 8 < J, col, k, acc, K, STEP)
     tl.store(DLOGIT + (block * J + j) * H + h, dlogit, mask=j < J)
     tl.store(DGATE + (block * J + j) * H + h, dgate, mask=j < J)
 
@@ -646,11 +652,8 @@ def delta_source_backward(V, RSTD, DRSTD, G, DX, DSTART, D: tl.constexpr, BLOCK:
 def _inter_config(D: int, H: int) -> dict:
     K = D // H
     CH = min(16, triton.next_power_of_2(triton.cdiv(K, 160)))  # 160 columns are what one warp holds in registers
-    while K % CH:
-        CH //= 2
-    KC = K // CH
-    W = next((w for w in (64, 32) if KC % w == 0), 32 if KC > 16 else 16)
-    return dict(H=H, K=K, CH=CH, KC=KC, W=W, G=G)
+    W = next((w for w in (64, 32) if K % (CH * w) == 0), 32 if K > 16 * CH else 16)
+    return dict(H=H, K=K, CH=CH, W=W, G=G)
 
 
 def _inter_warps(c: dict, dtype) -> int:
@@ -671,12 +674,9 @@ def _intra_config(D: int, H: int, backward: bool) -> dict:
 def _delta_config(D: int, H: int, N: int, J: int, dtype) -> dict:
     K = D // H
     CH = min(16, triton.next_power_of_2(triton.cdiv(K, 128 if dtype != torch.float32 else 32)))
-    while K % CH:
-        CH //= 2
-    KC = K // CH
-    W = next((w for w in (64, 32, 16) if KC % w == 0), 32 if KC > 16 else 16)
+    W = next((w for w in (64, 32, 16) if K % (CH * w) == 0), 32 if K > 16 * CH else 16)
     BN = 8 if N <= 8 else 16  # the last of 8 blocks reads 8 sources, the embedding and 7 deltas
-    return dict(J=J, H=H, K=K, CH=CH, KC=KC, W=W, BN=BN, num_warps=CH, num_stages=2 if BN == 8 and dtype != torch.float32 else 1)
+    return dict(J=J, H=H, K=K, CH=CH, W=W, BN=BN, num_warps=CH, num_stages=2 if BN == 8 and dtype != torch.float32 else 1)
 
 
 def _aligned(tensors) -> bool:
@@ -1074,7 +1074,7 @@ def _shared_memory(D: int, H: int, dtype, blocks: int = 0) -> int:
     fp32 = dtype == torch.float32
     c = _delta_config(D, H, blocks, G, dtype) if blocks else _inter_config(D, H)
     per_column = ((320 if fp32 else 162) if blocks <= 8 else (450 if fp32 else 195)) if blocks else 225 if fp32 else 113
-    return max(76 * 1024, c["CH"] * triton.cdiv(c["KC"], c["W"]) * c["W"] * per_column)
+    return max(76 * 1024, triton.cdiv(D // H, c["CH"] * c["W"]) * c["CH"] * c["W"] * per_column)
 
 
 def kernel_support(device, dtype, D: int, H: int, S: int, blocks: int = 0) -> str | None:

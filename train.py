@@ -77,7 +77,7 @@ class TrainConfig:
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and optimizer state; bfloat16 is the paper's, see README
     kernel: Literal["auto", "triton", "torch"] = "auto"  # depth routing; auto: triton on CUDA, else torch
     compile: bool | None = None  # torch.compile of the whole model with its loss; none: on CUDA only
-    cuda_graph: bool | None = None  # replay forward and backward as one CUDA graph, which saves launching their kernels; none: on CUDA, but for FSDP
+    cuda_graph: bool | None = None  # replay forward and backward as one CUDA graph, which saves launching their kernels; none: on CUDA
     grad_checkpoint: bool = False  # recompute sublayers in backward to save memory
     parallel: Literal["ddp", "fsdp"] = "ddp"  # under torchrun: every rank holds the model, or a share of it (FSDP2)
     # intervals, in optimizer steps
@@ -460,11 +460,11 @@ def all_reduce(values, device):
 
 
 class GraphedMicroStep:
-    """Forward and backward of a micro-step, recorded as CUDA graphs once and replayed from then on: (x, y, first) -> cross_entropy.
+    """Forward and backward of a micro-step, recorded as CUDA graphs once and replayed from then on: (x, y, first, last) -> cross_entropy.
 
-    run(x, y) does the work. The first micro-step of an optimizer step writes the gradients, later ones add to them: up to two graphs, which
-    share one memory pool. Gradients then live in fixed places, so nothing may set them to None; the returned cross-entropy is overwritten
-    by the next call.
+    run(x, y, last) does the work. The first micro-step of an optimizer step writes the gradients, later ones add to them, and with the last one
+    FSDP sums them: up to three graphs, which share one memory pool. Gradients then live in fixed places, so nothing may set them to None; the
+    returned cross-entropy is overwritten by the next call.
     """
 
     def __init__(self, run, x, y, parameters, micro_steps):
@@ -473,22 +473,22 @@ class GraphedMicroStep:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):  # compiles
-                run(self.x, self.y)
+                run(self.x, self.y, True)
         torch.cuda.current_stream().wait_stream(side)
         for p in parameters:
             p.grad = None
         torch.cuda.empty_cache()  # the graphs' memory pool takes the place of what the warm-up used
         pool = torch.cuda.graph_pool_handle()
-        for first in [True, False][:micro_steps]:
+        for first, last in dict.fromkeys((micro == 0, micro == micro_steps - 1) for micro in range(micro_steps)):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL's watchdog may go on meanwhile
-                cross_entropy = run(self.x, self.y)
-            self.graphs[first] = graph, cross_entropy
+                cross_entropy = run(self.x, self.y, last)
+            self.graphs[first, last] = graph, cross_entropy
 
-    def __call__(self, x, y, first):
+    def __call__(self, x, y, first, last):
         self.x.copy_(x)
         self.y.copy_(y)
-        graph, cross_entropy = self.graphs[first]
+        graph, cross_entropy = self.graphs[first, last]
         graph.replay()
         return cross_entropy
 
@@ -567,9 +567,10 @@ def main():
         kernel, why_kernel = choose_kernel(cfg.kernel, config, device, dtype)
     except ValueError as error:
         raise UserError(error) from error
-    graphed = device.type == "cuda" and cfg.parallel == "ddp" if cfg.cuda_graph is None else cfg.cuda_graph
-    if graphed and (device.type != "cuda" or cfg.parallel == "fsdp"):
-        raise UserError(f"--cuda_graph=true needs a CUDA device and --parallel=ddp, this is {device} with {cfg.parallel}; leave it away")
+    graphed = device.type == "cuda" if cfg.cuda_graph is None else cfg.cuda_graph
+    if graphed and device.type != "cuda":
+        raise UserError(f"--cuda_graph=true needs a CUDA device, this is {device}; leave it away")
+    averaging = graphed and distributed and cfg.parallel == "ddp"  # the class DistributedDataParallel does not stand in a graph
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if distributed:
@@ -585,7 +586,7 @@ def main():
         load_weights(model, ckpt or base)
     else:
         model.init_weights(cfg.seed)
-    if graphed and distributed:  # one seed gives one model, but perhaps not on two kinds of CPU; DDP, too, begins with the first rank's
+    if averaging:  # one seed gives one model, but perhaps not on two kinds of CPU; DDP, too, begins with the first rank's
         for p in model.parameters():
             dist.broadcast(p.detach(), src=0)
     ema = {name: p.detach().float().clone() for name, p in model.named_parameters()} if cfg.ema_decay else {}
@@ -605,7 +606,7 @@ def main():
         torch._dynamo.config.optimize_ddp = kernel != "triton"  # the compiler cuts the model at DDP's buckets, which a routing chain does not bear
         trained = DistributedDataParallel(forward, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
 
-    def forward_backward(x, y, last=True):
+    def forward_backward(x, y, last):
         """One micro-step: adds its share to the gradients; those of all ranks are summed up in the last one of an optimizer step."""
         if cfg.parallel == "fsdp":
             model.set_requires_gradient_sync(last)
@@ -740,9 +741,10 @@ def main():
             # step -> micro-step -> rank: together they are windows step * global_batch_size onward, in order, for any split
             x, y = to_device(windows.batch(step * cfg.global_batch_size + (micro * world + rank) * cfg.batch_size, cfg.batch_size))
             waited += time.perf_counter() - t
-            cross_entropy = micro_step(x, y, first=micro == 0) if graphed else forward_backward(x, y, last=micro == micro_steps - 1)
+            first, last = micro == 0, micro == micro_steps - 1
+            cross_entropy = micro_step(x, y, first, last) if graphed else forward_backward(x, y, last)
             loss += cross_entropy / micro_steps
-        if graphed and distributed:
+        if averaging:
             average_gradients(model.parameters())
         grad_norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf))
         bad_step = torch.where((bad_step == 0) & ~torch.isfinite(grad_norm + loss), step + 1, bad_step)
