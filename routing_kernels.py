@@ -158,15 +158,27 @@ def _store_tiles(base, row, row_ok, col, k, tiles, K: tl.constexpr, STEP: tl.con
 
 
 @jit
+def _sum_chunks(x, CH: tl.constexpr, N: tl.constexpr, C: tl.constexpr):
+    """[CH, N, 8, C] -> [N, 8, C]. The chunks lie in different warps, so the sum goes through shared memory, where all chunks of a number are neighbours.
+    Threads of a tensor core hold 8 rows x 4 pairs of columns: in that order the banks they write to differ."""
+    if CH > 1:
+        x = tl.reshape(tl.permute(tl.reshape(x, [CH, N, 8, C // 8, 4, 2]), (0, 1, 3, 5, 2, 4)), [CH, N * 8 * C])
+        x = tl.permute(tl.reshape(tl.sum(x, 0), [N, C // 8, 2, 8, 4]), (0, 3, 1, 4, 2))
+    return tl.reshape(x, [N, 8, C])
+
+
+@jit
 def _fold(x, CH: tl.constexpr, ROWS: tl.constexpr):
     """Sum over the chunks and over the hi and lo parts: [CH, (part, site), ROWS] -> [site, ROWS]."""
-    return tl.sum(tl.reshape(x, [2 * CH, 8, ROWS]), 0)
+    if CH == 1:
+        return tl.sum(tl.reshape(x, [2, 8, ROWS]), 0)
+    return tl.reshape(_sum_chunks(tl.reshape(tl.sum(tl.reshape(x, [CH, 2, 8, ROWS]), 1), [CH, 1, 8, ROWS]), CH, 1, ROWS), [8, ROWS])
 
 
 @jit
 def _repeat(x, ROWS: tl.constexpr):
     """[8, ROWS] twice, one above the other: [16, ROWS]."""
-    return tl.reshape(tl.broadcast_to(x[None, :, :], [2, 8, ROWS]), [16, ROWS])
+    return tl.reshape(tl.broadcast_to(tl.reshape(x, [1, 8, ROWS]), [2, 8, ROWS]), [16, ROWS])
 
 
 @jit(do_not_specialize=_RUNTIME)
@@ -246,7 +258,9 @@ def backward_inter(V, R, UH, UL, LATER, LSE_H, DEL_H, PART, PART_C, DS, END, M, 
         u = _rows(u_at, (group * G + a % G) * D, ok, col, k, K, STEP)  # [CH, (part, site), W]
         zero = tl.zeros([CH, 2 * G, 2 * G], tl.float32)
         both = tl.join(_dot_t(v, u, zero), tl.where(mine[None, :, :], _dot_t(v, dh, zero), 0.0))  # one sum over the chunks for two products
-        lg, dp = tl.split(tl.sum(tl.sum(tl.reshape(both, [CH, 2, G, 2, G, 2]), 3), 0))  # [token, source, site]
+        both = tl.permute(tl.sum(tl.reshape(both, [CH, 2, G, 2, G, 2]), 3), (0, 4, 1, 2, 3))
+        both = tl.reshape(_sum_chunks(tl.reshape(both, [CH, 4, G, G]), CH, 4, G), [2, 2, G, G])
+        lg, dp = tl.split(tl.permute(both, (1, 2, 3, 0)))  # [token, source, site]
         stat = ((group * M + token) * H + h) * G + g
         lse, delta = tl.load(LSE_H + stat, mask=ok_g, other=0.0), tl.load(DEL_H + stat, mask=ok_g, other=0.0)  # [token, site]
         lg *= r
@@ -583,8 +597,9 @@ def delta_backward(SOURCES, DOUT, R, U, NULL, NULL_LOGIT, GATE, LATER, DV, DR, D
         dh = _rows(dout, at * D, (b % 8 < J) & (at < m_end), col, k, K, STEP)  # [CH, 16, W]
         r = tl.load(R + a % BN * M + token, mask=ok, other=0.0)[None, :]
         zero = tl.zeros([CH, 16, 2 * BN], tl.float32)
-        both = tl.join(_dot_t(u, v, zero), tl.where(mine[None, :, :], _dot_t(dh, v, zero), 0.0))  # one fold for two products
-        raw, dp = tl.split(tl.sum(tl.reshape(both, [2 * CH, 8, 2 * BN, 2]), 0))
+        both = tl.join(_dot_t(u, v, zero), tl.where(mine[None, :, :], _dot_t(dh, v, zero), 0.0))  # one sum over the chunks for two products
+        both = tl.permute(tl.sum(tl.reshape(both, [CH, 2, 8, 2 * BN, 2]), 1), (0, 3, 1, 2))
+        raw, dp = tl.split(tl.permute(_sum_chunks(both, CH, 2, 2 * BN), (1, 2, 0)))
         dp = tl.reshape(dp, [8, 2, BN])
         dp_null = _fold(tl.where(same[None, :, :], _dot_t(null, dh, tl.zeros([CH, 16, 16], tl.float32)), 0.0), CH, 16)
         dp_null = tl.sum(tl.reshape(dp_null, [8, 2, 8]), 2)  # [site, token]
