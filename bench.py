@@ -257,7 +257,7 @@ def time_peer(method, S, M, D, H):
     sources = [torch.randn(M, D, device=DEVICE, dtype=DTYPE).requires_grad_() for _ in range(S)]
     query, norm = (torch.randn(D, device=DEVICE, dtype=DTYPE) / 8).requires_grad_(), torch.ones(D, device=DEVICE, dtype=DTYPE).requires_grad_()
     dout, forward, both = torch.randn(M, D, device=DEVICE, dtype=DTYPE), {}, {}
-    for n in samples(S, coarse=method == "torch.compile"):
+    for n in samples(S, coarse=method != "eager"):  # the others compile or tune for every number of sources
         forward[n] = milliseconds(lambda: route(sources[:n], query, norm, H))
         both[n] = milliseconds(lambda: torch.autograd.grad(route(sources[:n], query, norm, H), [*sources[:n], query, norm], dout))
     gradients = [torch.zeros_like(dout) for _ in range(min(S, 16))]
@@ -342,36 +342,25 @@ def route_reference_mix(null, query, norm, H, *sources):
     return eager_route([null, *sources], query, norm, H)
 
 
-def routing(scale, methods, batch):
-    """{method: {"forward", "backward", ...}} at one scale; the paper's tokens, or with batch=fill those of its training step."""
+def routing_shape(scale, batch):
+    """{"S", "M", "D", "H"} at one scale: the paper's tokens, or with batch=fill those of its training step."""
     layers, D, _, _, _, T, B, M = SCALES[scale]
-    M, H, S = B * T if batch == "fill" else M, min(8, D // 16), 2 * layers + 1
-    results = {"shape": dict(S=S, M=M, D=D, H=H)}
-    for method in methods:
-        say(f"routing {scale} {method} ...")
-        try:
-            if scale == "8B":
-                if method not in ("eager", "ours"):
-                    continue
-                results[method] = time_delta(method == "ours", M, D, H, layers)
-            elif method == "ours":
-                results[method] = time_ours(S, M, D, H)
-            elif method == "the paper's algorithm":
-                results[method] = time_per_site(S, M, D, H)
-            else:
-                results[method] = time_peer(method, S, M, D, 1 if "H=1" in method else H)
-        except ImportError as e:
-            results[method] = dict(note=f"not run: {e}")
-        except torch.cuda.OutOfMemoryError:
-            results[method] = dict(note="out of memory")
-        gc.collect()
-        if CUDA:
-            torch.cuda.empty_cache()
-    if scale != "8B":
+    return dict(S=2 * layers + (scale != "8B"), M=B * T if batch == "fill" else M, D=D, H=min(8, D // 16))
+
+
+def routing(scale, method, S, M, D, H):
+    """{"forward", "backward", ...} in ms of one micro-batch."""
+    if scale == "8B":
+        return time_delta(method == "ours", M, D, H, S // 2)
+    if method == "floor of our scheme":
         speed = bandwidth()
         forward, backward = (rows * M * D * DTYPE.itemsize / speed for rows in floor_rows(S))
-        results["floor of our scheme"] = dict(forward=forward, backward=backward)
-    return results
+        return dict(forward=forward, backward=backward)
+    if method == "ours":
+        return time_ours(S, M, D, H)
+    if method == "the paper's algorithm":
+        return time_per_site(S, M, D, H)
+    return time_peer(method, S, M, D, 1 if "H=1" in method else H)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -560,6 +549,8 @@ def attempt(measure, *args):
     """What measure returns, or a note; the GPU is left empty."""
     try:
         return measure(*args) or dict(note="out of memory")
+    except ImportError as error:
+        return dict(note=f"not run: {error}")
     except torch.cuda.OutOfMemoryError:
         return dict(note="out of memory")
     finally:
@@ -610,8 +601,12 @@ def main():
         os.replace(args.out + ".new", args.out)
 
     for scale in args.scale.split(","):
-        if "routing" in parts:
-            keep(f"routing {scale} {args.batch}", routing(scale, wanted["routing"], args.batch))
+        shape, key = routing_shape(scale, args.batch), f"routing {scale} {args.batch}"
+        for method in [m for m in wanted.get("routing", []) if scale != "8B" or m in ("eager", "ours")]:
+            say(f"routing {scale} {method} ...")
+            keep(key, {"shape": shape, method: attempt(routing, scale, method, *shape.values())})
+        if "routing" in parts and scale != "8B":
+            keep(key, {"shape": shape, "floor of our scheme": attempt(routing, scale, "floor of our scheme", *shape.values())})
         for method in wanted.get("step", []) if scale != "8B" else []:
             say(f"step {scale} {method} ...")
             keep(f"step {scale} {args.batch} {args.param_dtype if CUDA else 'float32'}", {method: attempt(step, scale, method, args.batch, getattr(torch, args.param_dtype))})

@@ -538,9 +538,26 @@ def assign(parameter, value):
     parameter.copy_(value)
 
 
+class Project(torch.autograd.Function):
+    """F.linear whose weight gradient stays a product of its own. The compiler would merge it with that of a tied embedding's other use, at the end of
+    the backward, and the gradient of the logits, the largest tensor of a step, would live until then."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, dlogits):
+        x, weight = ctx.saved_tensors
+        return dlogits @ weight, torch.addmm(weight, dlogits.t(), x, beta=0)  # mm, which this is, would be merged
+
+
 def loss_head(x, weight, targets, z_loss):
     """(loss, cross_entropy) of GPT.forward from the final stream x [B, T, D] and the output projection's weight [V, D]."""
-    logits = F.linear(x, weight).flatten(0, 1).float()  # [M, V]
+    x, weight = x.flatten(0, 1), weight.to(x.dtype)
+    early = len(x) >= 8 * x.size(1)  # the logits' gradient [M, V] is far larger than the weight's [V, D], which then has to wait
+    logits = (Project.apply(x, weight) if early else F.linear(x, weight)).float()  # [M, V]
     targets = targets.flatten()
     loss = F.cross_entropy(logits, targets, ignore_index=-100)
     cross_entropy = loss.detach()

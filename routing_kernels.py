@@ -182,9 +182,11 @@ def _repeat(x, ROWS: tl.constexpr):
 
 
 @jit(do_not_specialize=_RUNTIME)
-def forward_inter(V, R, UH, UL, PART, PART_LSE, M, S, s0, TB, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr, W: tl.constexpr,
+def forward_inter(V, R, UH, UL, PART, PART_STAT, M, S, s0, TB, H: tl.constexpr, K: tl.constexpr, CH: tl.constexpr, W: tl.constexpr,
                   G: tl.constexpr, BN: tl.constexpr):
-    """Sites s0..s0+G-1 attend to sources 0..s0-1. Program: one head of TB tokens. -> PART [M, G, D], normalised; PART_LSE [M, H, G]."""
+    """Sites s0..s0+G-1 attend to sources 0..s0-1. Program: one head of TB tokens. -> PART [M, G, D], normalised, over a power of two; PART_STAT
+    [2, M, H, G], the logarithm of the denominator and that power."""
+    # PART of bfloat16 sources is float16, whose three more bits make its rounding negligible, and its narrow range is why each head of a row is scaled.
     # The 16 rows of a tensor-core tile are (part, site): of u in the logits, of p in the mix. So both are exact at the price of neither.
     D: tl.constexpr = H * K
     STEP: tl.constexpr = CH * W
@@ -218,10 +220,16 @@ def forward_inter(V, R, UH, UL, PART, PART_LSE, M, S, s0, TB, H: tl.constexpr, K
         acc = _dot_add(_chunks(p, CH, V.dtype.element_ty), v, _scale(acc, tl.reshape(tl.broadcast_to(scale[None, :], [2, G]), [2 * G])))
         if step % blocks == blocks - 1:
             by = (1.0 / den)[None, :, None]
+            out, size = (), tl.zeros([CH, G], tl.float32)
             for q in tl.static_range(len(acc)):
-                out = tl.sum(tl.reshape(acc[q], [CH, 2, G, W]), 1) * by
-                tl.store(PART + ((token * G + g) * D)[None, :, None] + col + q * STEP, out.to(PART.dtype.element_ty), mask=(s0 + g < S)[None, :, None] & (q * STEP + k < K))
-            tl.store(PART_LSE + (token * H + h) * G + g, top + tl.log(den), mask=s0 + g < S)
+                out = out + (tl.sum(tl.reshape(acc[q], [CH, 2, G, W]), 1) * by,)
+                size = tl.maximum(size, tl.max(tl.abs(out[q]), 2))
+            exponent = tl.maximum(tl.max(size, 0), 1e-30).to(tl.int32, bitcast=True) & 0x7F800000
+            by = (0x7F000000 - exponent).to(tl.float32, bitcast=True)[None, :, None]
+            for q in tl.static_range(len(acc)):
+                tl.store(PART + ((token * G + g) * D)[None, :, None] + col + q * STEP, (out[q] * by).to(PART.dtype.element_ty), mask=(s0 + g < S)[None, :, None] & (q * STEP + k < K))
+            tl.store(PART_STAT + (token * H + h) * G + g, top + tl.log(den), mask=s0 + g < S)
+            tl.store(PART_STAT + ((M + token) * H + h) * G + g, exponent.to(tl.float32, bitcast=True), mask=s0 + g < S)
             top = tl.full([G], float("-inf"), tl.float32)
             den = tl.zeros([G], tl.float32)
             acc = _empty(CH, 2 * G, K, W)
@@ -314,7 +322,7 @@ def _add(acc, p, a, d, b):
 
 
 @jit(do_not_specialize=_RUNTIME)
-def forward_intra(X, V, R, U, PART, PART_LSE, OUT, LSE, M, S, s, s0, eps, H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
+def forward_intra(X, V, R, U, PART, PART_STAT, OUT, LSE, M, S, s, s0, eps, H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
                   G: tl.constexpr, MERGE: tl.constexpr):
     """Store source s and its rstd; site s attends to sources s0..s and merges its partial result. Program: one token.
     -> OUT [M, D], LSE [S / G, M, G, H]."""
@@ -332,7 +340,8 @@ def forward_intra(X, V, R, U, PART, PART_LSE, OUT, LSE, M, S, s, s0, eps, H: tl.
     y_next = _row(V + (s0 + 1) * D, col, k, K, W, live & (s0 + 1 < s), ".cg")
     r_next = tl.load(R + s0, mask=s0 < s, other=0.0)
     if MERGE:
-        lse = tl.load(PART_LSE + (m * H + h) * G + s - s0, mask=h_ok, other=0.0)
+        lse = tl.load(PART_STAT + (m * H + h) * G + s - s0, mask=h_ok, other=0.0)
+        size = tl.load(PART_STAT + ((M + m) * H + h) * G + s - s0, mask=h_ok, other=0.0)
         part = _row(PART + (m * G + s - s0) * D, col, k, K, W, live, ".cg")
     square = x[0].to(tl.float32) * x[0].to(tl.float32)
     for q in tl.static_range(len(x)):
@@ -347,7 +356,7 @@ def forward_intra(X, V, R, U, PART, PART_LSE, OUT, LSE, M, S, s, s0, eps, H: tl.
         both = tl.maximum(top, lse)
         keep, add = tl.exp(top - both), tl.exp(lse - both)
         top, den = both, keep + add
-        acc = _axpy(keep, x, add, part)
+        acc = _axpy(keep, x, add * size, part)
     else:
         acc = _axpy(den, x, den * 0.0, x)
     for i in range(s0, s):
@@ -704,10 +713,10 @@ def _on(x: Tensor):
 
 
 def _forward_buffers(x: Tensor, S: int, H: int) -> list[Tensor]:
-    """v [M, S, D], rstd [S / G, M, G], lse [S / G, M, G, H], and a group's partial results: part [M, G, D], part_lse [M, H, G]."""
+    """v [M, S, D], rstd [S / G, M, G], lse [S / G, M, G, H], and a group's partial results: part [M, G, D], part_stat [2, M, H, G]."""
     (M, D), groups = x.shape, -(-S // G)
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)
-    return [new(M, S, D, dtype=x.dtype), new(groups, M, G), new(groups, M, G, H), new(M, G, D, dtype=x.dtype), new(M, H, G)]
+    return [new(M, S, D, dtype=x.dtype), new(groups, M, G), new(groups, M, G, H), new(M, G, D, dtype=torch.float16 if x.dtype == torch.bfloat16 else x.dtype), new(2, M, H, G)]
 
 
 def _backward_buffers(M: int, D: int, S: int, H: int, dtype) -> list[tuple]:
@@ -749,8 +758,8 @@ def _(u, dtype):
     return u.new_empty(2, *u.shape, dtype=dtype)
 
 
-@_op("read", mutates=("v", "rstd", "lse", "part", "part_lse"))
-def read_op(source: Tensor, u: Tensor, u_hi: Tensor, u_lo: Tensor, v: Tensor, rstd: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor,
+@_op("read", mutates=("v", "rstd", "lse", "part", "part_stat"))
+def read_op(source: Tensor, u: Tensor, u_hi: Tensor, u_lo: Tensor, v: Tensor, rstd: Tensor, lse: Tensor, part: Tensor, part_stat: Tensor,
             s: int, H: int, eps: float) -> Tensor:
     (M, D), S = source.shape, v.shape[1]
     s0 = s // G * G
@@ -759,14 +768,14 @@ def read_op(source: Tensor, u: Tensor, u_hi: Tensor, u_lo: Tensor, v: Tensor, rs
         if s == s0 and s > 0:
             c = _inter_config(D, H)
             tokens = max(1, min(8, M * H * c["CH"] // 2048))  # per program, which loads its u once
-            forward_inter[(H * -(-M // tokens),)](v, rstd, u_hi, u_lo, part, part_lse, M, S, s0, tokens, **c, BN=16,
+            forward_inter[(H * -(-M // tokens),)](v, rstd, u_hi, u_lo, part, part_stat, M, S, s0, tokens, **c, BN=16,
                                                          num_warps=_inter_warps(c, source.dtype), num_stages=3)
-        forward_intra[(M,)](source, v, rstd, u, part, part_lse, out, lse, M, S, s, s0, eps, MERGE=s0 > 0, **_intra_config(D, H, backward=False))
+        forward_intra[(M,)](source, v, rstd, u, part, part_stat, out, lse, M, S, s, s0, eps, MERGE=s0 > 0, **_intra_config(D, H, backward=False))
     return out
 
 
 @torch.library.register_fake("depth_routing::read")
-def _(source, u, u_hi, u_lo, v, rstd, lse, part, part_lse, s, H, eps):
+def _(source, u, u_hi, u_lo, v, rstd, lse, part, part_stat, s, H, eps):
     return torch.empty_like(source)
 
 
@@ -832,13 +841,13 @@ class _Read(torch.autograd.Function):
     of later ones), each made when it is first needed, so that they grow as the activations go."""
 
     @staticmethod
-    def forward(ctx, source, u, u_hi, u_lo, v, rstd, lse, part, part_lse, s, H, eps, *links):
+    def forward(ctx, source, u, u_hi, u_lo, v, rstd, lse, part, part_stat, s, H, eps, *links):
         ctx.set_materialize_grads(False)
         if s > 0 and getattr(v, "sites", 0) != s:
             raise RuntimeError("a routing chain was cut into several compiled graphs: compile the whole model as one (fullgraph=True; under DDP with "
                                "torch._dynamo.config.optimize_ddp = False), or its sublayers and not the router")
         x = source.detach().reshape(-1, source.shape[-1]).contiguous()
-        h = read_op(x, u.detach(), u_hi, u_lo, v, rstd, lse, part, part_lse, s, H, eps)
+        h = read_op(x, u.detach(), u_hi, u_lo, v, rstd, lse, part, part_stat, s, H, eps)
         v.sites = s + 1
         ctx.save_for_backward(h)
         ctx.chain = (u.detach(), u_hi, u_lo, v, rstd, lse), s, H, source.shape

@@ -461,11 +461,11 @@ def test_compiles_without_a_gpu(case):
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(73, 33, 1280, 8), (49, 65, 1024, 8), (25, 64, 512, 8), (49, 17, 1280, 1), (49, 17, 1280, 4), (49, 17, 1280, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(73, 33, 1280, 8), (49, 65, 1024, 8), (49, 17, 1024, 16), (25, 64, 512, 8), (25, 64, 512, 16), (49, 17, 1280, 1), (49, 17, 1280, 4), (49, 17, 1280, 16)], ids=str)
 def test_16_bit_beats_eager(shape, dtype):
     fused, eager, same = errors(*shape, dtype)
     assert same, "two runs differ"
-    limit = 0.6 if shape[0] > 25 else 0.65  # with few sources eager torch errs little: there, rounding the exact reads to 16 bits is 0.53 of it
+    limit = 0.6 if dtype == torch.bfloat16 else 0.7  # in float16 the partial results of older groups are rounded as the reads are
     assert all(a <= limit * b for a, b in zip(fused, eager)), (fused, eager)
 
 
