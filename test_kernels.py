@@ -121,9 +121,11 @@ def test_forward_that_stops_early(sites):
 
 
 def errors(S, M, D, H, dtype, **scales):
-    """Relative error (norm) against fp64 of [reads, source gradients, query, key_norm gradients]: fused, eager; and whether two runs agree."""
+    """Relative error (norm) against fp64 of [reads, source gradients, query, key_norm gradients]: fused, eager, of rounding the exact ones to dtype; and
+    whether two runs agree."""
     g = torch.Generator().manual_seed(0)
-    data = [torch.randn(M, D, generator=g) * scales.get("source_scale", 1.0) for _ in range(S)]
+    sizes = scales.get("source_scale", (1.0,))  # in turn
+    data = [torch.randn(M, D, generator=g) * sizes[i % len(sizes)] for i in range(S)]
     data += [torch.randn(S, D, generator=g) * scales.get("query_scale", 1.0) / 8, 1 + 0.2 * torch.randn(S, D, generator=g)]
     upstream = [torch.randn(M, D, generator=g).to(dtype).to(DEVICE) for _ in range(S)]
 
@@ -140,15 +142,15 @@ def errors(S, M, D, H, dtype, **scales):
     fused, again, truth = run(FusedRouter, dtype), run(FusedRouter, dtype), run(ReferenceRouter, torch.float64)
     eager = run(lambda *a: ReferenceRouter(*a, eager=True), dtype)
     relative = lambda a: [((x.double() - y).norm() / (y.norm() or 1.0)).item() for x, y in zip(a, truth)]
-    return relative(fused), relative(eager), all(torch.equal(a, b) for a, b in zip(fused, again))
+    return relative(fused), relative(eager), relative([x.to(dtype) for x in truth]), all(torch.equal(a, b) for a, b in zip(fused, again))
 
 
-EXTREMES = [dict(query_scale=100.0), dict(source_scale=1e-4), dict(source_scale=1e4), dict(source_scale=0.0)]
+EXTREMES = [dict(query_scale=100.0), dict(source_scale=(1e-4,)), dict(source_scale=(1e4,)), dict(source_scale=(1e4, 1e-4, 1.0)), dict(source_scale=(0.0,))]
 
 
 @pytest.mark.parametrize("scales", EXTREMES, ids=str)
 def test_extremes_fp32(scales):
-    fused, eager, same = errors(10, 3, 32, 2, torch.float32, **scales)
+    fused, eager, _, same = errors(10, 3, 32, 2, torch.float32, **scales)
     assert same and all(a <= max(2.5e-6, 2 * b) for a, b in zip(fused, eager)), (fused, eager)
 
 
@@ -463,10 +465,10 @@ def test_compiles_without_a_gpu(case):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(73, 33, 1280, 8), (49, 65, 1024, 8), (49, 17, 1024, 16), (25, 64, 512, 8), (25, 64, 512, 16), (49, 17, 1280, 1), (49, 17, 1280, 4), (49, 17, 1280, 16)], ids=str)
 def test_16_bit_beats_eager(shape, dtype):
-    fused, eager, same = errors(*shape, dtype)
+    fused, eager, rounded, same = errors(*shape, dtype)
     assert same, "two runs differ"
     limit = 0.6 if dtype == torch.bfloat16 else 0.7  # in float16 the partial results of older groups are rounded as the reads are
-    assert all(a <= limit * b for a, b in zip(fused, eager)), (fused, eager)
+    assert all(a <= max(limit * b, 1.01 * c) for a, b, c in zip(fused, eager, rounded)), (fused, eager, rounded)
 
 
 def delta_errors(N, J, M, D, H, dtype):
@@ -512,9 +514,9 @@ def test_delta_16_bit_beats_eager(shape):
 
 
 @gpu
-@pytest.mark.parametrize("scales", EXTREMES[:3], ids=str)
+@pytest.mark.parametrize("scales", EXTREMES[:4], ids=str)
 def test_16_bit_extremes(scales):
-    fused, eager, same = errors(25, 33, 512, 8, torch.bfloat16, **scales)
+    fused, eager, _, same = errors(25, 33, 512, 8, torch.bfloat16, **scales)
     assert same and all(a <= b for a, b in zip(fused, eager)), (fused, eager)
 
 
@@ -550,6 +552,6 @@ if __name__ == "__main__":
     cases = [(25, 64, 512, 8), (49, 64, 1024, 8), (73, 64, 1280, 1), (73, 64, 1280, 4), (73, 64, 1280, 8), (73, 64, 1280, 16)] if GPU else [(9, 3, 32, 2), (18, 2, 80, 1)]
     for dtype in [torch.bfloat16, torch.float16, torch.float32] if GPU else [torch.float32]:
         for case in cases:
-            fused, eager, same = errors(*case, dtype)
+            fused, eager, _, same = errors(*case, dtype)
             cells = "".join(f"{f'{a:.1e} ({b:.1e})':>20s}" for a, b in zip(fused, eager))
             print(f"{str(dtype)[6:]:10s} S={case[0]:<3d} M={case[1]:<3d} D={case[2]:<5d} H={case[3]:<9d}{cells}  {'equal' if same else 'DIFFER'}", flush=True)

@@ -326,6 +326,24 @@ def test_one_graph(method):
         torch.testing.assert_close(p.grad, eager[n], msg=n)
 
 
+def test_large_logits_are_freed_early():
+    """Many tokens for the width: the logits' gradient is used up before the layers' backward; with few, the compiler merges two products at its end."""
+    from torch._inductor.utils import run_and_get_code
+    at = {}
+    for B in (12, 1):  # 288 and 24 tokens, 32 wide
+        torch._dynamo.reset()
+        model, x, y = tiny("baseline", n_layer=1).bfloat16(), tokens(B), tokens(B, seed=1)
+        model(x, y)[0].backward()
+        eager = model.embed.weight.grad.clone()
+        model.zero_grad()
+        compiled = torch.compile(model, fullgraph=True, dynamic=False)
+        backward = run_and_get_code(lambda: compiled(x, y)[0].backward())[1][-1]
+        torch.testing.assert_close(model.embed.weight.grad, eager, atol=2e-3, rtol=2e-2)
+        products = [line for line in backward.splitlines() if "extern_kernels" in line and "mm(" in line]
+        at[B] = [i for i, line in enumerate(products) if ".addmm(" in line], len(products) - 1
+    assert at[12][0] in ([0], [1]) and at[1][0] == [at[1][1]], at
+
+
 # ---- settings -----------------------------------------------------------------------------------------------------------
 def test_weight_decay_groups():
     def decayed(method, **flags):
