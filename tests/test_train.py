@@ -170,6 +170,27 @@ def test_any_split_gives_the_same_losses(dataset, tmp_path):
             np.testing.assert_allclose(a, b, rtol=2e-5, err_msg=name)
 
 
+def test_average_gradients(tmp_path):
+    """Of large and small parameters, on two ranks; gloo cannot average, so here it sums."""
+    script = tmp_path / "average.py"
+    script.write_text(f"""import sys, types
+sys.path.insert(0, {str(ROOT)!r})
+import torch, torch.distributed as dist, train
+dist.init_process_group("gloo")
+train.dist.ReduceOp = types.SimpleNamespace(AVG=dist.ReduceOp.SUM)
+draw = lambda rank: [torch.randn(n, generator=torch.Generator().manual_seed(rank)).view(-1, 2) for n in (6, 2 << 20, 10, 1 << 20, 2)]
+parameters = [torch.nn.Parameter(torch.empty_like(x)) for x in draw(0)]
+for p, x in zip(parameters, draw(dist.get_rank())):
+    p.grad = x
+places = [p.grad.data_ptr() for p in parameters]
+train.average_gradients(parameters)
+assert all(torch.equal(p.grad, a + b) for p, a, b in zip(parameters, draw(0), draw(1)))
+assert places == [p.grad.data_ptr() for p in parameters]
+""")
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_resume_on_other_ranks(dataset, tmp_path):
     """12 steps on two ranks; 6 of them continued on one, two and four, DDP and FSDP each from the other's checkpoint, EMA and micro-steps on."""
     flags = ["--ema_decay=0.9", "--batch_size=2"]
