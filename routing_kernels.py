@@ -219,15 +219,13 @@ def forward_inter(V, R, UH, UL, PART, PART_STAT, M, S, s0, TB, H: tl.constexpr, 
         p = tl.where(b[:, None] < G, hi, (p - hi.to(tl.float32)).to(V.dtype.element_ty))
         acc = _dot_add(_chunks(p, CH, V.dtype.element_ty), v, _scale(acc, tl.reshape(tl.broadcast_to(scale[None, :], [2, G]), [2 * G])))
         if step % blocks == blocks - 1:
-            by = (1.0 / den)[None, :, None]
             out, size = (), tl.zeros([CH, G], tl.float32)
             for q in tl.static_range(len(acc)):
-                out = out + (tl.sum(tl.reshape(acc[q], [CH, 2, G, W]), 1) * by,)
+                out = out + (tl.sum(tl.reshape(acc[q], [CH, 2, G, W]), 1) * (1.0 / den)[None, :, None],)
                 size = tl.maximum(size, tl.max(tl.abs(out[q]), 2))
-            exponent = tl.maximum(tl.max(size, 0), 1e-30).to(tl.int32, bitcast=True) & 0x7F800000
-            by = (0x7F000000 - exponent).to(tl.float32, bitcast=True)[None, :, None]
-            for q in tl.static_range(len(acc)):
-                tl.store(PART + ((token * G + g) * D)[None, :, None] + col + q * STEP, (out[q] * by).to(PART.dtype.element_ty), mask=(s0 + g < S)[None, :, None] & (q * STEP + k < K))
+            exponent = tl.maximum(tl.max(size, 0), 1e-30).to(tl.int32, bitcast=True) & 0x7F800000  # the bits of the power of two below
+            by = (0x7F000000 - exponent).to(tl.float32, bitcast=True)  # one over it
+            _store_tiles(PART, (token * G + g) * D, s0 + g < S, col, k, _scale(out, by), K, STEP)
             tl.store(PART_STAT + (token * H + h) * G + g, top + tl.log(den), mask=s0 + g < S)
             tl.store(PART_STAT + ((M + token) * H + h) * G + g, exponent.to(tl.float32, bitcast=True), mask=s0 + g < S)
             top = tl.full([G], float("-inf"), tl.float32)
@@ -716,7 +714,8 @@ def _forward_buffers(x: Tensor, S: int, H: int) -> list[Tensor]:
     """v [M, S, D], rstd [S / G, M, G], lse [S / G, M, G, H], and a group's partial results: part [M, G, D], part_stat [2, M, H, G]."""
     (M, D), groups = x.shape, -(-S // G)
     new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)
-    return [new(M, S, D, dtype=x.dtype), new(groups, M, G), new(groups, M, G, H), new(M, G, D, dtype=torch.float16 if x.dtype == torch.bfloat16 else x.dtype), new(2, M, H, G)]
+    part = torch.float16 if x.dtype == torch.bfloat16 else x.dtype
+    return [new(M, S, D, dtype=x.dtype), new(groups, M, G), new(groups, M, G, H), new(M, G, D, dtype=part), new(2, M, H, G)]
 
 
 def _backward_buffers(M: int, D: int, S: int, H: int, dtype) -> list[tuple]:
