@@ -49,9 +49,7 @@ class Settings:
 
 WHICH, HOW = ("source", "shares", "size"), ("out_dir", "workers", "inspect")  # all others shape the tokens of a unit
 
-# -----------------------------------------------------------------------------
-# The file format: 4 KiB of magic and one JSON, then little-endian uint32 ids. Documents are packed end to end, one eot after each.
-
+# ---- The file format: 4 KiB of magic and one JSON, then little-endian uint32 ids. Documents are packed end to end, one eot after each. -------------
 HERE = Path(__file__).resolve().parent
 MAGIC, VERSION, HEADER_BYTES = b"MHARBIN\n", 1, 4096
 MAKE = "python prepare_data.py --source=... --out_dir="
@@ -97,11 +95,11 @@ def open_bin(path):
         header = json.loads(head.rstrip(b"\0")) if magic == MAGIC else None
     except ValueError:
         header = None
-    if header is None:
+    if not isinstance(header, dict):
         raise UserError(f"{path}: not a token file of this repository (no header); {again}")
-    if isinstance(header, dict) and type(header.get("version")) is int and header["version"] != VERSION:
+    if type(header.get("version")) is int and header["version"] != VERSION:
         raise UserError(f"{path}: format version {header['version']}, but this code reads version {VERSION}; {again}")
-    if wrong := ["what it holds"] if not isinstance(header, dict) else [key for key, right in FIELDS.items() if not right(header.get(key))]:
+    if wrong := [key for key, right in FIELDS.items() if not right(header.get(key))]:
         raise UserError(f"{path}: its header is damaged ({', '.join(wrong)}); copy it again, or {again}")
     expected, size = HEADER_BYTES + 4 * header["tokens"], path.stat().st_size
     if size != expected:
@@ -143,21 +141,17 @@ def atomic(path):
 def find_dataset(name):
     """The folder of a dataset: `name` under data/ beside this file, or a folder. The default, "stdlib", is made on the spot, once
     even if many processes ask together. UserError if there is none."""
-    folders = HERE / "data" / name, Path("data", name), Path(name)
-    folder = next((f for f in folders if (f / "train.bin").is_file() and (f / "val.bin").is_file()), None)
-    if folder is None and name == "stdlib":
-        folder = prepare(Settings(workers=1), wait=True)
-    if folder is None:
-        name = Path(name).name
-        command = f"python prepare_data.py config/data_{name}.py" if (HERE / "config" / f"data_{name}.py").exists() else f"{MAKE}data/{name}"
-        raise UserError(f"no dataset {name!r} (train.bin and val.bin) in {HERE / 'data'} or here; make it with: {command}")
-    return folder
+    for folder in (HERE / "data" / name, Path("data", name), Path(name)):
+        if (folder / "train.bin").is_file() and (folder / "val.bin").is_file():
+            return folder
+    if name == "stdlib":
+        return prepare(Settings(workers=1), wait=True)
+    name = Path(name).name
+    command = f"python prepare_data.py config/data_{name}.py" if (HERE / "config" / f"data_{name}.py").exists() else f"{MAKE}data/{name}"
+    raise UserError(f"no dataset {name!r} (train.bin and val.bin) in {HERE / 'data'} or here; make it with: {command}")
 
 
-# -----------------------------------------------------------------------------
-# Readers. A window is block_size + 1 tokens: inputs are its first, targets its last block_size. Windows start every block_size tokens.
-
-
+# ---- Readers. A window is block_size + 1 tokens: inputs are its first, targets its last block_size. Windows start every block_size tokens. ---------
 def window_count(bin, block_size):
     tokens = len(bin.tokens)
     if tokens < block_size + 1:
@@ -227,10 +221,7 @@ class ValWindows:
         return take_windows(self.bin, self.block_size, [self.windows[i] for i in indices])
 
 
-# -----------------------------------------------------------------------------
-# Tokenizers
-
-
+# ---- Tokenizers ------------------------------------------------------------------------------------------------------------------------------------
 @dataclass
 class Tokenizer:
     """encode(text) -> uint32 array without eot; text that spells a special token stays text. decode(ids) -> text, ids >= n_ids left out."""
@@ -313,8 +304,7 @@ def load_tokenizer(name):
         return tiktoken.Encoding(name, pat_str=split, mergeable_ranks=ranks, special_tokens=special_ids, explicit_n_vocab=n_ids)
 
     def encode(text):
-        ids = [encoding().encode_to_numpy(piece, disallowed_special=()) for piece in pieces(text)]
-        return ids[0] if len(ids) == 1 else np.concatenate(ids)
+        return np.concatenate([encoding().encode_to_numpy(piece, disallowed_special=()) for piece in pieces(text)])
 
     decode = lambda ids: encoding().decode([int(i) for i in ids if i < n_ids])
     return Tokenizer(name, encode, decode, n_text, n_ids, vocab, special_ids[eot], nfc)
@@ -332,9 +322,7 @@ def pieces(text, size=1 << 17):
     yield text[start:]
 
 
-# -----------------------------------------------------------------------------
-# Sources -> files -> units
-
+# ---- Sources -> files -> units ---------------------------------------------------------------------------------------------------------------------
 TEXT = re.compile(r"\.(txt|md|rst|py)$")  # a file is a document
 READABLE = re.compile(TEXT.pattern + r"|\.(jsonl|jsonl\.gz|jsonl\.zst|json\.gz|json\.zst|parquet)$")  # or a row is a document
 KINDS = ".txt .md .rst .py .jsonl .parquet, and .gz or .zst of .jsonl"
@@ -438,10 +426,7 @@ def plan_units(sources, settings):
     return units
 
 
-# -----------------------------------------------------------------------------
-# Units -> documents
-
-
+# ---- Units -> documents ----------------------------------------------------------------------------------------------------------------------------
 def open_file(path):
     """A binary file of the decompressed content of a path or URL."""
     if "://" in path:
@@ -568,9 +553,7 @@ class Reader:
         return text and text.encode("utf-8", "surrogatepass")
 
 
-# -----------------------------------------------------------------------------
-# First pass: a unit -> the tokens of its documents, and a line of the index for each
-
+# ---- First pass: a unit -> the tokens of its documents, and a line of the index for each -----------------------------------------------------------
 SPLITS = ("train", "val")
 LINE = struct.Struct("<5Q")  # of the index: key, number of the split, first token within the unit, tokens, bytes of text
 
@@ -604,7 +587,7 @@ def tokenize_unit(unit, settings, limit, folder):
     tokenizer, reader, amount, start = load_tokenizer(settings.tokenizer), Reader(unit, settings), 0, 0
     with atomic(path) as tokens, atomic(path.with_suffix(".index")) as index:
         for number, place, text in reader.documents():
-            composed = text if text.isascii() else unicodedata.normalize("NFC", text)
+            composed = unicodedata.normalize("NFC", text)
             document = composed.encode()
             ids = np.append(tokenizer.encode(composed if tokenizer.nfc else text), np.uint32(settings.eot))
             tokens.write(ids)
@@ -672,9 +655,7 @@ def start_worker():
     threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
 
 
-# -----------------------------------------------------------------------------
-# Second pass: one file per split, its documents in the order of their keys
-
+# ---- Second pass: one file per split, its documents in the order of their keys ---------------------------------------------------------------------
 CHUNK_TOKENS = 8 << 20  # tokens gathered in memory before they are written: 32 MB
 
 
@@ -724,10 +705,7 @@ def merge(documents, paths, bar):
         yield tokens
 
 
-# -----------------------------------------------------------------------------
-# The whole preparation
-
-
+# ---- The whole preparation -------------------------------------------------------------------------------------------------------------------------
 def prepare(settings, wait=False):
     """Make {train,val}.bin as `settings` say, or find them made; returns their folder. UserError rather than overwrite anything.
     wait: if another process is at it, wait for it to finish."""
