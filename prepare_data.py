@@ -114,7 +114,6 @@ def write_bin(path, chunks, **header):
     with atomic(path) as file:
         file.write(bytes(HEADER_BYTES))
         for chunk in chunks:
-            chunk = np.ascontiguousarray(chunk, "<u4")
             file.write(chunk)
             sha.update(chunk)
             tokens, largest = tokens + len(chunk), max(largest, int(chunk.max(initial=0)))
@@ -204,7 +203,7 @@ class TrainWindows:
 
     def batch(self, first, count):
         """int64 [count, block_size + 1]: the windows numbered first .. first + count - 1."""
-        epoch, place = np.divmod(np.arange(first, first + count, dtype=np.int64), self.n)
+        epoch, place = self.position(np.arange(first, first + count, dtype=np.int64))
         return take_windows(self.bin, self.block_size, permute(place, self.n, self.seed, epoch))
 
 
@@ -324,7 +323,7 @@ def pieces(text, size=1 << 17):
 
 # ---- Sources -> files -> units ---------------------------------------------------------------------------------------------------------------------
 TEXT = re.compile(r"\.(txt|md|rst|py)$")  # a file is a document
-READABLE = re.compile(TEXT.pattern + r"|\.(jsonl|jsonl\.gz|jsonl\.zst|json\.gz|json\.zst|parquet)$")  # or a row is a document
+READABLE = re.compile(TEXT.pattern + r"|\.(jsonl|jsonl?\.(gz|zst)|parquet)$")  # or a row is a document
 KINDS = ".txt .md .rst .py .jsonl .parquet, and .gz or .zst of .jsonl"
 UNIT_BYTES = 32 << 20  # at most
 
@@ -369,25 +368,24 @@ def expand(source):
     if unknown or not paths:
         raise UserError(f"source {source!r}: {f'cannot read {unknown}' if unknown else 'no file found'}; it takes files, folders or globs of {KINDS}")
     paths = {os.path.realpath(path): path for path in sorted(paths)}.values()  # a glob with ** finds a file once for every link to it
-    return sorted((path, *stat_file(path)) for path in paths)
+    return sorted(map(stat_file, paths))
 
 
 def stat_file(path):
-    """(bytes, time of change)"""
+    """(path, bytes, time of change)"""
     if "://" in path:
         import fsspec
 
         system, name = fsspec.url_to_fs(path)
-        return system.info(name)["size"], 0  # the commit in the URL tells versions apart
+        return path, system.info(name)["size"], 0  # the commit in the URL tells versions apart
     stat = os.stat(path)
-    return stat.st_size, stat.st_mtime_ns
+    return path, stat.st_size, stat.st_mtime_ns
 
 
 def hub_files(source):
     """The files behind hub:NAME[:CONFIG or GLOB]; NAME may also be the folder of a local copy."""
-    import fsspec
     from datasets import load_dataset_builder
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, HfFileSystem
     from huggingface_hub.errors import GatedRepoError
 
     name, _, config = source.removeprefix("hub:").partition(":")
@@ -396,7 +394,7 @@ def hub_files(source):
             HfApi().auth_check(name, repo_type="dataset")  # answers at once where the calls below would retry
         if "*" in config:
             commit = HfApi().dataset_info(name).sha
-            return ["hf://" + path for path in fsspec.filesystem("hf").glob(f"datasets/{name}@{commit}/{config}")]
+            return ["hf://" + path for path in HfFileSystem().glob(f"datasets/{name}@{commit}/{config}")]
         return [str(path) for path in load_dataset_builder(name, config or None).config.data_files["train"]]
     except GatedRepoError as error:
         raise UserError(f"{source}: gated; accept its terms on its page on the hub, then log in with: hf auth login") from error
@@ -411,12 +409,14 @@ def plan_units(sources, settings):
     most = min(UNIT_BYTES, 1 << max(20, (total // 64).bit_length()))  # a power of two, so that a file that grows leaves the units of others alone
     units = []
     for i, files in enumerate(found):
-        mine = []
+        mine, room = [], -1  # room: bytes that the last unit still takes; none if it is of a table
         for j, file in enumerate(files):
             path, size, _ = file
-            if TEXT.search(path) and mine and TEXT.search(mine[-1].files[0][0]) and mine[-1].size + size <= most:
+            if TEXT.search(path) and size <= room:
                 mine[-1].files.append(file)
+                room -= size
                 continue
+            room = most - size if TEXT.search(path) else -1
             if path.endswith(".parquet") and "://" not in path:
                 Reader(Unit(i, j, [file]), settings).open_parquet()  # a broken file shows now, not in an hour
             parts = max(1, -(-size // most)) if path.endswith((".jsonl", ".parquet")) else 1
@@ -601,7 +601,7 @@ def tokenize_unit(unit, settings, limit, folder):
             if amount >= limit:
                 break
     for file in unit.files:
-        if "://" not in file[0] and file != (file[0], *stat_file(file[0])):
+        if "://" not in file[0] and file != stat_file(file[0]):
             raise UserError(f"{file[0]}: changed while it was read; run the same command again")
     record = dict(name=path.name, source=unit.source, whole=amount < limit, amount=amount, empty=reader.empty, bad_utf8=reader.bad_utf8)
     with atomic(done) as file:
@@ -767,8 +767,8 @@ def check(settings):
 @contextmanager
 def lock(folder, wait):
     """One preparation per folder at a time; the system lets go of the lock however the process ends. A folder left empty goes with the lock."""
-    path, own = folder / f"{PARTS}.lock", False
-    while not own:
+    path = folder / f"{PARTS}.lock"
+    while True:
         folder.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # its last owner has just removed it
             file = open(path, "w")
@@ -776,7 +776,8 @@ def lock(folder, wait):
                 fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError as error:
                 raise UserError(f"another run is preparing {folder}; wait for it, or choose another --out_dir") from error
-            own = os.path.samestat(os.fstat(file.fileno()), path.stat())
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                break
     try:
         yield
     finally:
@@ -865,8 +866,7 @@ def is_mix(source):
 
 def main():
     # --source=MIX.py is the same as naming the mix file like any other config file
-    sources = {arg: arg.removeprefix("--source=") for arg in sys.argv[1:] if arg.startswith("--source=")}
-    argv = [sources[arg] if arg in sources and is_mix(sources[arg]) else arg for arg in sys.argv[1:]]
+    argv = [source if is_mix(source := arg.removeprefix("--source=")) else arg for arg in sys.argv[1:]]
     settings, origins = configure(argv, Settings, doc=__doc__)
     if settings.inspect == "":
         raise UserError("--inspect= names no file; write --inspect=data/stdlib/train.bin, say")
