@@ -225,7 +225,6 @@ class ValWindows:
 class Tokenizer:
     """encode(text) -> uint32 array without eot; text that spells a special token stays text. decode(ids) -> text, ids >= n_ids left out."""
 
-    name: str
     encode: Callable
     decode: Callable
     n_text: int  # ids below it spell text, those from it on are special tokens
@@ -287,7 +286,7 @@ def load_tokenizer(name):
     if name == "bytes":
         encode = lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
         decode = lambda ids: bytes(int(i) for i in ids if i < 256).decode(errors="replace")
-        return Tokenizer(name, encode, decode, n_text=256, n_ids=257, vocab=320, eot=256, nfc=False)
+        return Tokenizer(encode, decode, n_text=256, n_ids=257, vocab=320, eot=256, nfc=False)
     if name not in TOKENIZERS:
         raise UserError(f"unknown tokenizer {name!r}; there are bytes, {', '.join(TOKENIZERS)}")
     split, n_text, specials, eot, vocab, nfc, *_ = TOKENIZERS[name]
@@ -302,11 +301,9 @@ def load_tokenizer(name):
         ranks = load_tiktoken_bpe(str(path))
         return tiktoken.Encoding(name, pat_str=split, mergeable_ranks=ranks, special_tokens=special_ids, explicit_n_vocab=n_ids)
 
-    def encode(text):
-        return np.concatenate([encoding().encode_to_numpy(piece, disallowed_special=()) for piece in pieces(text)])
-
+    encode = lambda text: np.concatenate([encoding().encode_to_numpy(piece, disallowed_special=()) for piece in pieces(text)])
     decode = lambda ids: encoding().decode([int(i) for i in ids if i < n_ids])
-    return Tokenizer(name, encode, decode, n_text, n_ids, vocab, special_ids[eot], nfc)
+    return Tokenizer(encode, decode, n_text, n_ids, vocab, special_ids[eot], nfc)
 
 
 def pieces(text, size=1 << 17):
@@ -468,11 +465,10 @@ class Reader:
                     yield number, place, self.decode(data)
                 else:
                     self.empty += 1
-        except UserError:
-            raise
         except Exception as error:
-            if not isinstance(error, OSError) and "Arrow" not in type(error).__name__ and "://" not in self.path:
-                raise  # neither damage nor a lost connection
+            damage = isinstance(error, OSError) or "Arrow" in type(error).__name__ or "://" in self.path  # of the file or the connection
+            if isinstance(error, UserError) or not damage:
+                raise
             raise self.error(f"cannot be read ({first_line(error)})", row="after row") from error
 
     def decode(self, data):
@@ -737,7 +733,7 @@ def check(settings):
     settings.eot = tokenizer.eot if settings.eot is None else settings.eot
     if not tokenizer.n_text <= settings.eot < tokenizer.n_ids:
         special = f"{tokenizer.n_text} to {tokenizer.n_ids - 1}" if tokenizer.n_ids > tokenizer.n_text + 1 else tokenizer.n_text
-        raise UserError(f"eot={settings.eot}: not a special token of {tokenizer.name}; those are {special}, the usual one is {tokenizer.eot}")
+        raise UserError(f"eot={settings.eot}: not a special token of {settings.tokenizer}; those are {special}, the usual one is {tokenizer.eot}")
     if not 0 < settings.val_fraction < 1 and (settings.val_protocol, settings.val_fraction) != ("paper", 1):
         raise UserError(f"val_fraction={settings.val_fraction} must lie between 0 and 1")
     if settings.size is not None and settings.size <= 0:
@@ -789,11 +785,12 @@ def lock(folder, wait):
 
 
 def is_there(path, recipe):
-    found = open_bin(path).header.get("recipe") or {} if path.exists() else recipe
-    different = [name for name in recipe if found.get(name) != recipe[name]]
-    if different:
+    if not path.exists():
+        return False
+    found = open_bin(path).header.get("recipe") or {}
+    if different := [name for name in recipe if found.get(name) != recipe[name]]:
         raise UserError(f"{path} is there, made with another {', '.join(different)}; choose another --out_dir, or delete it first")
-    return path.exists()
+    return True
 
 
 def make(missing, sources, shares, units, settings, recipe, out):
@@ -822,7 +819,7 @@ def make(missing, sources, shares, units, settings, recipe, out):
         path, rule = parts / f"{split}.bin", f"{settings.val_protocol}: blake2b(text without white space) < {settings.val_fraction} * 2^64"
         with progress(int(documents[-1].sum()), f"merge {split}", "tokens") as bar:
             tokens = merge(documents, [parts / record["name"] for record in records], bar)
-            write_bin(path, tokens, split=split, tokenizer=tokenizer.name, vocab=tokenizer.vocab, eot=settings.eot, nfc=tokenizer.nfc,
+            write_bin(path, tokens, split=split, tokenizer=settings.tokenizer, vocab=tokenizer.vocab, eot=settings.eot, nfc=tokenizer.nfc,
                       seed=settings.seed, split_rule=rule, recipe=recipe, sources=counts)  # fmt: skip
         os.replace(path, out / path.name)
     for split in SPLITS:
@@ -855,7 +852,7 @@ def inspect(path):
 
 def is_mix(source):
     """Whether a source is a mix file: Python that sets shares. Other Python is text like any other; it is parsed, never run."""
-    path = next((path for path in (Path(source), HERE / source) if source.endswith(".py") and path.is_file()), None)
+    path = next((path for path in (Path(source), HERE / source) if source.endswith(".py") and os.path.isfile(path)), None)
     try:
         nodes = ast.parse(path.read_bytes()).body if path else []
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # of another version of Python, say; the last two where it is nested too deep
