@@ -855,7 +855,7 @@ def is_mix(source):
     path = next((path for path in (Path(source), HERE / source) if source.endswith(".py") and os.path.isfile(path)), None)
     try:
         nodes = ast.parse(path.read_bytes()).body if path else []
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # of another version of Python, say; the last two where it is nested too deep
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # unreadable, of another version of Python, nested too deep
         nodes = []
     targets = [target for node in nodes for target in getattr(node, "targets", [getattr(node, "target", None)])]
     return any(isinstance(target, ast.Name) and target.id == "shares" for target in targets)
