@@ -562,6 +562,21 @@ def test_a_python_file_that_is_no_mix_is_text(tmp_path, code):
         assert ("split would be empty" if code else f"{source}: no document") in line
     assert "no file found" in run("--source=none.py", "--out_dir=none", cwd=tmp_path, code=2)
     assert not list(tmp_path.rglob("ran"))
+    (tmp_path / "folder.py").mkdir()
+    assert "no file found" in run("--source=folder.py", "--out_dir=none", cwd=tmp_path, code=2)
+    assert "60 sources" in run("--source=" + ",".join(f"module_{i}.py" for i in range(60)), "--out_dir=none", cwd=tmp_path, code=2)  # longer than a file's name may be
+
+
+def test_small_files_share_units(tmp_path, monkeypatch):
+    """Up to a unit's size; a table between them, or a file that is too large, begins another. In linear time: 100,000 files in well under a second."""
+    files = [("a.txt", 600_000, 0), ("b.md", 400_000, 0), ("c.txt", 100_000, 0), ("d.jsonl", 10, 0), ("e.txt", 0, 0), ("f.py", 1 << 20, 0), ("g.txt", 1, 0)]
+    monkeypatch.setattr(data, "expand", lambda source: files)
+    units = data.plan_units(["x"], data.Settings())
+    assert sorted([file[0] for file in unit.files] for unit in units) == [["a.txt", "b.md"], ["c.txt"], ["d.jsonl"], ["e.txt", "f.py"], ["g.txt"]]
+    monkeypatch.setattr(data, "expand", lambda source: [(f"{i}.txt", 200, 0) for i in range(100_000)])
+    began = time.process_time()
+    assert sum(len(unit.files) for unit in data.plan_units(["x"], data.Settings())) == 100_000
+    assert time.process_time() - began < 1.5
 
 
 def test_the_papers_validation(tmp_path):
