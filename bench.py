@@ -511,7 +511,7 @@ def report(results):
                 rows.append([method, r[method]["note"], "", "", "", "", "", paper])
                 continue
             adds = r[method].get("adds")
-            share = f"{floor['forward'] / r[method]['forward']:.0%} + {floor['backward'] / r[method]['backward']:.0%}" if method == "ours" and floor else ""
+            share = f"{floor['forward'] / r[method]['forward']:.0%} + {floor['backward'] / r[method]['backward']:.0%}" if method == "ours" and "forward" in (floor or ()) else ""
             base = r.get("the paper's algorithm", {"note": ""})
             times = f"{total('the paper' + chr(39) + 's algorithm') / total(method):.1f}x" if "note" not in base else ""
             rows.append([method, f"{r[method]['forward']:.2f}", f"{r[method]['backward']:.2f}", "" if adds is None else f"{adds:.2f}", f"{total(method):.2f}", share, times, paper])

@@ -544,8 +544,9 @@ class Project(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight)
+        logits = F.linear(x, weight)
+        ctx.save_for_backward(x.to(logits.dtype), weight.to(logits.dtype))  # what autocast made of them
+        return logits
 
     @staticmethod
     def backward(ctx, dlogits):

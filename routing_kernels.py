@@ -186,7 +186,7 @@ def forward_inter(V, R, UH, UL, PART, PART_STAT, M, S, s0, TB, H: tl.constexpr, 
                   G: tl.constexpr, BN: tl.constexpr):
     """Sites s0..s0+G-1 attend to sources 0..s0-1. Program: one head of TB tokens. -> PART [M, G, D], normalised, over a power of two; PART_STAT
     [2, M, H, G], the logarithm of the denominator and that power."""
-    # PART of bfloat16 sources is float16, whose three more bits make its rounding negligible, and its narrow range is why each head of a row is scaled.
+    # PART of bfloat16 sources is float16, whose three more bits make its rounding negligible; for its narrow range each head of a row is scaled.
     # The 16 rows of a tensor-core tile are (part, site): of u in the logits, of p in the mix. So both are exact at the price of neither.
     D: tl.constexpr = H * K
     STEP: tl.constexpr = CH * W
@@ -223,8 +223,8 @@ def forward_inter(V, R, UH, UL, PART, PART_STAT, M, S, s0, TB, H: tl.constexpr, 
             for q in tl.static_range(len(acc)):
                 out = out + (tl.sum(tl.reshape(acc[q], [CH, 2, G, W]), 1) * (1.0 / den)[None, :, None],)
                 size = tl.maximum(size, tl.max(tl.abs(out[q]), 2))
-            exponent = tl.maximum(tl.max(size, 0), 1e-30).to(tl.int32, bitcast=True) & 0x7F800000  # the bits of the power of two below
-            by = (0x7F000000 - exponent).to(tl.float32, bitcast=True)  # one over it
+            exponent = (tl.maximum(tl.max(size, 0), 1e-30).to(tl.int32, bitcast=True) & 0x7F800000) - (14 << 23)  # the bits of a power of two
+            by = (0x7F000000 - exponent).to(tl.float32, bitcast=True)  # one over it: the largest becomes 2^14 to 2^15, of float16's 2^16
             _store_tiles(PART, (token * G + g) * D, s0 + g < S, col, k, _scale(out, by), K, STEP)
             tl.store(PART_STAT + (token * H + h) * G + g, top + tl.log(den), mask=s0 + g < S)
             tl.store(PART_STAT + ((M + token) * H + h) * G + g, exponent.to(tl.float32, bitcast=True), mask=s0 + g < S)

@@ -154,6 +154,25 @@ def test_extremes_fp32(scales):
     assert same and all(a <= max(2.5e-6, 2 * b) for a, b in zip(fused, eager)), (fused, eager)
 
 
+@pytest.mark.parametrize("channel", [1.0, 1e6])
+def test_partial_results_in_float16(channel, monkeypatch):
+    """What bf16 sources make of them, here with fp32 ones: a channel far larger than the rest of its head costs the rest nothing."""
+    buffers = rk._forward_buffers
+    monkeypatch.setattr(rk, "_forward_buffers", lambda *args: [x.half() if i == 3 else x for i, x in enumerate(buffers(*args))])
+    sources, query = torch.randn(10, 2, 80, generator=torch.Generator().manual_seed(0)).to(DEVICE), torch.randn(10, 80, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    sources[:, :, 3] *= channel
+    query[:, 3] = 0
+    reads = []
+    for make in (FusedRouter, ReferenceRouter):
+        router = make(sources[0], query, torch.ones_like(query), 2)
+        for f in sources[1:]:
+            router.write(f)
+        reads.append(router.read().double())
+    others = torch.arange(80) != 3
+    error = (reads[0] - reads[1])[:, others].norm() / reads[1][:, others].norm()
+    assert reads[0].isfinite().all() and error < 4e-4, error
+
+
 @pytest.mark.parametrize("upstream", ["sum", "mean", "cat", "strided"])
 def test_upstream_gradients_that_are_not_contiguous(upstream):
     use = {"sum": torch.sum, "mean": torch.mean, "cat": lambda h: torch.cat([h, h[:, :3]], 1).square().sum(), "strided": lambda h: h.transpose(0, 1)[::2].square().sum()}[upstream]

@@ -462,12 +462,12 @@ def all_reduce(values, device):
 class GraphedMicroStep:
     """Forward and backward of a micro-step, recorded as CUDA graphs once and replayed from then on: (x, y, first, last) -> cross_entropy.
 
-    run(x, y, last) does the work. The first micro-step of an optimizer step writes the gradients, later ones add to them, and with the last one
-    FSDP sums them: up to three graphs, which share one memory pool. Gradients then live in fixed places, so nothing may set them to None; the
-    returned cross-entropy is overwritten by the next call.
+    run(x, y, last) does the work; kinds are the (first, last) of an optimizer step's micro-steps. The first one writes the gradients, later ones add
+    to them, and with the last one FSDP sums them: a graph each, which share one memory pool. Gradients then live in fixed places, so nothing may
+    set them to None; the returned cross-entropy is overwritten by the next call.
     """
 
-    def __init__(self, run, x, y, parameters, micro_steps):
+    def __init__(self, run, x, y, parameters, kinds):
         self.x, self.y, self.graphs, parameters = x.clone(), y.clone(), {}, list(parameters)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -479,7 +479,7 @@ class GraphedMicroStep:
             p.grad = None
         torch.cuda.empty_cache()  # the graphs' memory pool takes the place of what the warm-up used
         pool = torch.cuda.graph_pool_handle()
-        for first, last in dict.fromkeys((micro == 0, micro == micro_steps - 1) for micro in range(micro_steps)):
+        for first, last in dict.fromkeys(kinds):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL's watchdog may go on meanwhile
                 cross_entropy = run(self.x, self.y, last)
@@ -713,6 +713,8 @@ def main():
                 "origin": base_meta.get("origin")}  # fmt: skip
         checkpointer.save(meta, model, ema, optimizer)
 
+    # (first, last) of every micro-step; a graph without FSDP does the same in the last as in those before
+    kinds = [(micro == 0, micro == micro_steps - 1 or (graphed and cfg.parallel == "ddp")) for micro in range(micro_steps)]
     micro_step = None
     if compiled or graphed:  # before the first step: a signal that comes later need not wait for a compiler
         began = time.perf_counter()
@@ -720,7 +722,7 @@ def main():
             print(f"{'compiling  ' if compiled else 'recording  '} the training step and the evaluation ...", end=" ", flush=True)
         x, y = to_device(windows.batch(0, cfg.batch_size))
         if graphed:
-            micro_step = GraphedMicroStep(forward_backward, x, y, model.parameters(), micro_steps)
+            micro_step = GraphedMicroStep(forward_backward, x, y, model.parameters(), kinds)
         else:
             forward_backward(x, y, True)
             optimizer.zero_grad(set_to_none=True)
@@ -741,12 +743,11 @@ def main():
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         loss = torch.zeros((), device=device)
-        for micro in range(micro_steps):
+        for micro, (first, last) in enumerate(kinds):
             t = time.perf_counter()
             # step -> micro-step -> rank: together they are windows step * global_batch_size onward, in order, for any split
             x, y = to_device(windows.batch(step * cfg.global_batch_size + (micro * world + rank) * cfg.batch_size, cfg.batch_size))
             waited += time.perf_counter() - t
-            first, last = micro == 0, micro == micro_steps - 1
             cross_entropy = micro_step(x, y, first, last) if graphed else forward_backward(x, y, last)
             loss += cross_entropy / micro_steps
         if averaging:
@@ -808,6 +809,7 @@ def main():
             mean = sum(tail) / len(tail)
             log({"event": "end", "step": step, "val_tail_mean": mean, "val_tail_count": len(tail)})
             print(f"done: validation loss {mean:.4f} nats per token, mean of the last {len(tail)} evaluations; {out_dir}")
+    micro_step = None  # NCCL waits for the graphs that hold calls of its
     if dist.is_initialized():
         dist.destroy_process_group()
 
