@@ -496,6 +496,7 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         rope, cached = cache.open(T) if cache else (tuple(table[:T] for table in self.rope), [None] * self.config.n_layer)
+        # nothing in a sublayer is random, and the generator's state cannot be asked for while a CUDA graph is recorded
         run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False) if self.grad_checkpoint and self.training else call
 
         memory = self.residual.start(x, record)

@@ -495,7 +495,7 @@ class GraphedMicroStep:
 
 def average_gradients(parameters):
     """What DDP does during a backward, done after one that a CUDA graph replayed: NCCL takes the gradients of all ranks as one group, the large ones
-    where they lie, and the small ones, which each cost it 4 us there, as one. Every parameter has one."""
+    where they lie, the small ones, each of which would cost it 4 us, joined in one tensor. Every parameter has a gradient."""
     large, small = [], []
     for p in parameters:
         (large if p.numel() >= 1 << 20 else small).append(p.grad)
@@ -575,7 +575,7 @@ def main():
     graphed = device.type == "cuda" if cfg.cuda_graph is None else cfg.cuda_graph
     if graphed and device.type != "cuda":
         raise UserError(f"--cuda_graph=true needs a CUDA device, this is {device}; leave it away")
-    averaging = graphed and distributed and cfg.parallel == "ddp"  # the class DistributedDataParallel does not stand in a graph
+    averaging = graphed and distributed and cfg.parallel == "ddp"  # after the replay: DistributedDataParallel's hooks would not be in the graph
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if distributed:
@@ -809,7 +809,7 @@ def main():
             mean = sum(tail) / len(tail)
             log({"event": "end", "step": step, "val_tail_mean": mean, "val_tail_count": len(tail)})
             print(f"done: validation loss {mean:.4f} nats per token, mean of the last {len(tail)} evaluations; {out_dir}")
-    micro_step = None  # NCCL waits for the graphs that hold calls of its
+    micro_step = None  # lets go of the graphs: NCCL would wait for those that hold calls of its own
     if dist.is_initialized():
         dist.destroy_process_group()
 
