@@ -170,9 +170,12 @@ def milliseconds(call, repeats=7):
     """Median over repeats of a CUDA-graph replay (on a CPU: of the call itself), in ms."""
     if not CUDA:
         call()
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e3)
+        return statistics.median(times)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -425,7 +428,7 @@ def step(scale, method, batch, param_dtype, B=None):
         with torch.cuda.graph(graph):
             loss = forward_backward()
     times = []
-    for _ in range(14 if CUDA else 2):
+    for _ in range(14 if CUDA else 5):
         if CUDA:
             torch.cuda.synchronize()
         start = time.perf_counter()
@@ -438,7 +441,7 @@ def step(scale, method, batch, param_dtype, B=None):
         if CUDA:
             torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3)
-    ms, peak = statistics.median(times[2:] or times), peak_flops(DEVICE)
+    ms, peak = statistics.median(times[2:]), peak_flops(DEVICE)
     speed = B * T / ms * 1e3
     if not math.isfinite(loss.item()):
         raise FloatingPointError(f"{method} at {scale}: the loss is {loss.item()}")
@@ -573,6 +576,8 @@ def main():
         for word in getattr(args, name).split(",") if getattr(args, name) is not None else []:
             if word not in allowed:
                 raise UserError(f"--{name}={word} is not known: choose among {', '.join(allowed)}")
+    if not CUDA and args.scale != "toy":
+        raise UserError(f"--scale={args.scale} needs a CUDA GPU, torch sees none; on a CPU there is --scale=toy, which shows that everything runs")
     parts = args.part.split(",")
     absent = () if CUDA else ("torch.compile", "mhar-torch")  # not on a CPU, where mhar has the reference routing anyway
     wanted = {part: [m for m in METHODS[part] if m not in absent and (args.method is None or m in args.method.split(","))] for part in parts}

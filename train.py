@@ -520,6 +520,14 @@ def main():
     if cfg.parallel == "fsdp" and not distributed:
         raise UserError("--parallel=fsdp shares the model out to the ranks of torchrun: start it with torchrun --nproc_per_node=GPUS train.py ..., or leave it away")
     base, base_meta, config = start_from(cfg.init_from, config, origins) if cfg.init_from else (None, {}, config)
+    try:
+        kernel, why_kernel = choose_kernel(cfg.kernel, config, device, dtype)
+    except ValueError as error:
+        raise UserError(error) from error
+    graphed = device.type == "cuda" if cfg.cuda_graph is None else cfg.cuda_graph
+    if graphed and device.type != "cuda":
+        raise UserError(f"--cuda_graph=true needs a CUDA device, this is {device}; leave it away")
+    averaging = graphed and distributed and cfg.parallel == "ddp"  # after the replay: DistributedDataParallel's hooks would not be in the graph
     micro_steps = cfg.global_batch_size // (cfg.batch_size * world)
     tokens_per_step = cfg.global_batch_size * config.block_size
 
@@ -568,14 +576,6 @@ def main():
         check_same_run(out_dir, start["config"], start["model_config"], cfg, config)
 
     # model
-    try:
-        kernel, why_kernel = choose_kernel(cfg.kernel, config, device, dtype)
-    except ValueError as error:
-        raise UserError(error) from error
-    graphed = device.type == "cuda" if cfg.cuda_graph is None else cfg.cuda_graph
-    if graphed and device.type != "cuda":
-        raise UserError(f"--cuda_graph=true needs a CUDA device, this is {device}; leave it away")
-    averaging = graphed and distributed and cfg.parallel == "ddp"  # after the replay: DistributedDataParallel's hooks would not be in the graph
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if distributed:
