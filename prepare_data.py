@@ -96,7 +96,7 @@ def open_bin(path):
     except ValueError:
         header = None
     if not isinstance(header, dict):
-        raise UserError(f"{path}: not a token file of this repository (no header); name a train.bin or val.bin; one that came out like this has to be made again: {MAKE}{path.parent}")
+        raise UserError(f"{path}: not a token file of this repository (no header); name a train.bin or val.bin, or make it again: {MAKE}{path.parent}")
     if type(header.get("version")) is int and header["version"] != VERSION:
         raise UserError(f"{path}: format version {header['version']}, but this code reads version {VERSION}; {again}")
     if wrong := [key for key, right in FIELDS.items() if not right(header.get(key))]:
