@@ -243,7 +243,6 @@ def peer(method):
     if method == "eager":
         return eager_route
     if method == "torch.compile":
-        torch._dynamo.reset()
         torch._dynamo.config.recompile_limit = 64
         return torch.compile(eager_route, dynamic=False, fullgraph=True)
     if method.startswith("fla"):

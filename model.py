@@ -540,8 +540,8 @@ def assign(parameter, value):
 
 
 class Project(torch.autograd.Function):
-    """F.linear whose weight gradient stays a product of its own. The compiler would merge it with that of a tied embedding's other use, at the end of
-    the backward, and the gradient of the logits, the largest tensor of a step, would live until then."""
+    """F.linear, x [M, D] and weight [V, D] -> logits [M, V], whose weight gradient stays a product of its own. The compiler would merge it with that of a
+    tied embedding's other use, at the end of the backward, and the gradient of the logits, the largest tensor of a step, would live until then."""
 
     @staticmethod
     def forward(ctx, x, weight):

@@ -486,8 +486,8 @@ def test_compiles_without_a_gpu(case):
 def test_16_bit_beats_eager(shape, dtype):
     fused, eager, rounded, same = errors(*shape, dtype)
     assert same, "two runs differ"
-    limit = 0.6 if dtype == torch.bfloat16 else 0.7  # in float16 the partial results of older groups are rounded as the reads are
-    assert all(a <= max(limit * b, 1.01 * c) for a, b, c in zip(fused, eager, rounded)), (fused, eager, rounded)
+    extra = 1.01 if dtype == torch.bfloat16 else 1.25  # float16's partial results of older groups are rounded as its reads are
+    assert all(a <= max(0.6 * b, extra * c) for a, b, c in zip(fused, eager, rounded)), (fused, eager, rounded)
 
 
 def delta_errors(N, J, M, D, H, dtype):
