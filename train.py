@@ -80,6 +80,7 @@ class TrainConfig:
     cuda_graph: bool | None = None  # replay forward and backward as one CUDA graph, which saves launching their kernels; none: on CUDA
     grad_checkpoint: bool = False  # recompute sublayers in backward to save memory
     parallel: Literal["ddp", "fsdp"] = "ddp"  # under torchrun: every rank holds the model, or a share of it (FSDP2)
+    fsdp_accumulate: Literal["whole", "sharded"] = "whole"  # gradients between micro-steps: whole, 4 bytes a parameter on every GPU, and summed over ranks once; or shares, summed every time
     # intervals, in optimizer steps
     eval_interval: int = 500  # validation; the last step is always evaluated
     eval_windows: int = 200  # fixed validation windows, spread evenly over val.bin
@@ -102,7 +103,7 @@ class TrainConfig:
 
 
 # What may change between two starts of one run: none of it moves a loss beyond rounding.
-FREE = {"out_dir", "resume", "batch_size", "device", "kernel", "compile", "cuda_graph", "grad_checkpoint", "parallel", "eval_interval", "eval_windows", "save_interval",
+FREE = {"out_dir", "resume", "batch_size", "device", "kernel", "compile", "cuda_graph", "grad_checkpoint", "parallel", "fsdp_accumulate", "eval_interval", "eval_windows", "save_interval",
         "keep_checkpoints", "log_interval", "tensorboard", "wandb"}  # fmt: skip
 
 
@@ -519,6 +520,8 @@ def main():
         )
     if cfg.parallel == "fsdp" and not distributed:
         raise UserError("--parallel=fsdp shares the model out to the ranks of torchrun: start it with torchrun --nproc_per_node=GPUS train.py ..., or leave it away")
+    if cfg.fsdp_accumulate == "sharded" and cfg.parallel != "fsdp":
+        raise UserError("--fsdp_accumulate=sharded is for --parallel=fsdp: leave it away, or say --fsdp_accumulate=whole")
     base, base_meta, config = start_from(cfg.init_from, config, origins) if cfg.init_from else (None, {}, config)
     try:
         kernel, why_kernel = choose_kernel(cfg.kernel, config, device, dtype)
@@ -612,7 +615,7 @@ def main():
         trained = DistributedDataParallel(forward, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
 
     def forward_backward(x, y, last):
-        """One micro-step: adds its share to the gradients; those of all ranks are summed up in the last one of an optimizer step."""
+        """One micro-step: adds its share to the gradients, which are summed up over the ranks if it is the `last` one."""
         if cfg.parallel == "fsdp":
             model.set_requires_gradient_sync(last)
         with trained.no_sync() if trained is not forward and not last else nullcontext():
@@ -686,9 +689,9 @@ def main():
 
     @torch.no_grad()
     def evaluate_ema():
-        parameters = dict(model.named_parameters())
-        raw = {name: p.detach().clone() for name, p in parameters.items()}
-        for name, p in parameters.items():
+        parameters, raw = dict(model.named_parameters()), {}
+        for name, p in parameters.items():  # the weights wait where a CUDA graph has its gradients, which the next step overwrites: no memory of their own
+            raw[name] = p.detach().clone() if p.grad is None else p.grad.copy_(p)
             p.copy_(ema[name])
         loss = evaluate()
         for name, p in parameters.items():
@@ -713,8 +716,9 @@ def main():
                 "origin": base_meta.get("origin")}  # fmt: skip
         checkpointer.save(meta, model, ema, optimizer)
 
-    # (first, last) of every micro-step; a graph without FSDP does the same in the last as in those before
-    kinds = [(micro == 0, micro == micro_steps - 1 or (graphed and cfg.parallel == "ddp")) for micro in range(micro_steps)]
+    # (first, last) of every micro-step; a graph without FSDP, and FSDP that keeps shares, do the same in the last as in those before
+    alike = graphed and cfg.parallel == "ddp" or cfg.fsdp_accumulate == "sharded"
+    kinds = [(micro == 0, micro == micro_steps - 1 or alike) for micro in range(micro_steps)]
     micro_step = None
     if compiled or graphed:  # before the first step: a signal that comes later need not wait for a compiler
         began = time.perf_counter()
@@ -727,6 +731,8 @@ def main():
             forward_backward(x, y, True)
             optimizer.zero_grad(set_to_none=True)
         evaluate(1)
+        if hasattr(model.residual, "query"):
+            route_entropy()  # now rather than at the first evaluation: what is too large for the memory should say so at once
         if rank == 0:
             print(f"{time.perf_counter() - began:.0f} s", flush=True)
 

@@ -160,6 +160,7 @@ def test_any_split_gives_the_same_losses(dataset, tmp_path):
     two = {f"{m} ddp 2x4": flags for m, flags in METHODS.items()}
     two |= {f"{m} fsdp 2x4": [*METHODS[m], "--parallel=fsdp"] for m in ("baseline", "hc", "mhar", "delta")}
     two |= {f"mhar {p} 2x(4x1)": ["--residual=mhar", f"--parallel={p}", "--batch_size=1"] for p in ("ddp", "fsdp")}
+    two["mhar fsdp 2x(4x1), shares summed every time"] = ["--parallel=fsdp", "--batch_size=1", "--fsdp_accumulate=sharded"]
     torchrun(2, [[*flags, f"--out_dir={tmp_path}/{name}", "--max_steps=6"] for name, flags in two.items()], dataset, tmp_path)
     for m, flags in METHODS.items():
         run(*flags, "--batch_size=8", "--max_steps=6", f"--out_dir={tmp_path}/{m} 1x8", dataset=dataset)
