@@ -80,13 +80,13 @@ class TrainConfig:
     cuda_graph: bool | None = None  # replay forward and backward as one CUDA graph, which saves launching their kernels; none: on CUDA
     grad_checkpoint: bool = False  # recompute sublayers in backward to save memory
     parallel: Literal["ddp", "fsdp"] = "ddp"  # under torchrun: every rank holds the model, or a share of it (FSDP2)
-    fsdp_accumulate: Literal["whole", "sharded"] = "whole"  # gradients between micro-steps: whole, 4 bytes a parameter on every GPU, and summed over ranks once; or shares, summed every time
+    fsdp_accumulate: Literal["whole", "sharded"] = "whole"  # gradients between micro-steps: whole (4 bytes a parameter) and summed once, or shares, summed every time
     # intervals, in optimizer steps
     eval_interval: int = 500  # validation; the last step is always evaluated
     eval_windows: int = 200  # fixed validation windows, spread evenly over val.bin
     save_interval: int = 500  # checkpoints; the last step is always saved
     keep_checkpoints: int = 2  # the newest so many stay
-    log_interval: int = 10  # train lines in log.jsonl; also how soon a non-finite number or a SIGTERM is noticed
+    log_interval: int = 10  # train lines in log.jsonl; also how soon a non-finite number is noticed, and a SIGTERM where that takes under 5 seconds
     tensorboard: bool = False  # also write out_dir/tensorboard
     wandb: str | None = None  # also log to this Weights & Biases project
 
@@ -744,6 +744,7 @@ def main():
     progress = tqdm(total=cfg.max_steps, initial=step, disable=rank != 0, unit="step", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30)
     bad_step = torch.zeros((), device=device)  # the first step whose loss or gradient was not finite, found out without waiting for the GPU
     saved_step, waited, since, last_log = step, 0.0, time.perf_counter(), step
+    slow = True  # a log interval takes over 5 seconds, or nobody knows yet: the ranks ask each other for signals after every step
     while step < cfg.max_steps:
         lr = learning_rate(cfg, step)
         for group in optimizer.param_groups:
@@ -771,7 +772,8 @@ def main():
         progress.update()
 
         saving = step % cfg.save_interval == 0 or step == cfg.max_steps
-        if step % cfg.log_interval == 0 or evaluating or saving:
+        signalled = slow and all_reduce([len(stop)], device)[0] > 0
+        if step % cfg.log_interval == 0 or evaluating or saving or signalled:
             if evaluating or saving:  # the weights themselves: what the update made of a finite gradient
                 size = torch.stack(torch._foreach_norm([local(p.detach()) for p in model.parameters()])).sum()
                 bad_step = torch.where((bad_step == 0) & ~torch.isfinite(size), step, bad_step)
@@ -784,6 +786,7 @@ def main():
                 where = f"the checkpoint of step {saved_step} in {out_dir} is untouched" if saved_step else "no checkpoint was written"
                 sys.exit(f"error: step {int(bad_step) or step}: loss, gradient or weights are not finite (lr {lr:.3g}, loss {mean_loss:.4g}, gradient norm {grad_norm:.4g}); {where}")
             seconds, steps = time.perf_counter() - since, step - last_log
+            slow = all_reduce([seconds > 5], device)[0] > 0
             rate = steps * tokens_per_step / seconds
             event = {"event": "train", "step": step, "loss": mean_loss, "lr": lr, "grad_norm": grad_norm.item(), "tokens": step * tokens_per_step, "tok_per_s": rate,
                      "mfu": rate * flops / (peak * world) if peak else None, "data_wait": waited / steps, "mem_gb": torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None}  # fmt: skip

@@ -31,6 +31,7 @@ route_weight_decay = 0.0
 z_loss = 1e-4
 ema_decay = 0.999  # Table 3 is of these weights
 parallel = "fsdp"
+fsdp_accumulate = "sharded"  # whole gradients would be 32 GB on every GPU; summing them in each micro-step costs 1.4% on two
 grad_checkpoint = True
 eval_interval = 500
 save_interval = 500  # a checkpoint is 128 GB: weights, their average and AdamW's moments, all fp32

@@ -130,17 +130,20 @@ def test_finished_run_says_so(dataset, tmp_path, capsys):
     assert (tmp_path / "a/log.jsonl").read_text() == before
 
 
-def test_sigterm_saves_and_the_same_command_goes_on(dataset, tmp_path):
-    flags = ["--max_steps=2000", "--eval_interval=1000", "--save_interval=1000", "--keep_checkpoints=1"]
+@pytest.mark.parametrize("log_interval", [1, 10**6])
+def test_sigterm_saves(log_interval, dataset, tmp_path):
+    """At the next line of the log, or after the step at hand where lines are far apart."""
+    flags = ["--max_steps=1000000", "--eval_interval=1000000", "--save_interval=1000000", "--keep_checkpoints=1", f"--log_interval={log_interval}"]
     command = [sys.executable, ROOT / "train.py", *{f.split("=")[0]: f for f in [*TINY, f"--dataset={dataset}", "--device=cpu", f"--out_dir={tmp_path}/a", *flags]}.values()]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    while not (tmp_path / "a/log.jsonl").exists() or not events(tmp_path / "a", "train"):
+    while not (tmp_path / "a/log.jsonl").exists() or not (events(tmp_path / "a", "train") or log_interval > 1):
         time.sleep(0.1)
+    time.sleep(1)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=30)
     assert process.returncode == 0 and "stopped by a signal after step" in out
     step = train.read_meta(train.find_checkpoint(tmp_path / "a"))["step"]
-    assert 0 < step < 2000 and events(tmp_path / "a", "train")[-1]["step"] == step
+    assert 0 < step < 1000000 and events(tmp_path / "a", "train")[-1]["step"] == step
 
 
 def test_keeps_the_newest_and_starts_from_weights(dataset, tmp_path):
@@ -446,6 +449,7 @@ def test_mistakes(dataset, tmp_path):
     wrong(["vocab_size=200", "320"], out, "--vocab_size=200", dataset=dataset)
     wrong(["1000 model rows"], out, "--vocab_size=320", dataset=header_changed(dataset, tmp_path / "ids", largest_id=999))
     wrong(["qwen3", "bytes"], out, dataset=header_changed(dataset, tmp_path / "other", tokenizer="qwen3"))
+    wrong(["--parallel=fsdp"], out, "--fsdp_accumulate=sharded", dataset=dataset)
     wrong(["--device=gpu9"], out, "--device=gpu9", dataset=dataset)
     wrong(["kernel=triton"], out, "--kernel=triton", dataset=dataset)
     wrong(["--resume="], out, f"--resume={tmp_path}", dataset=dataset)
