@@ -18,6 +18,10 @@ Decode: sample.py's own loop with random weights, greedy, each step a replayed C
 From a prompt of 16 and of 1,024 tokens 64 new ones are made, with a cache of just that length; the first four are not timed, of the others the median over
 windows of 12.
 """
+from __future__ import annotations
+
+import bisect
+import functools
 import gc
 import itertools
 import json
@@ -33,19 +37,12 @@ import torch.nn.functional as F
 import routing_kernels as rk
 from configurator import Parser, UserError, cli, output_folder
 from model import GPT, GPTConfig, choose_kernel, peak_flops
-from routing_kernels import FusedDeltaRouter, FusedRouter, route_reference
+from routing_kernels import FusedDeltaRouter, FusedRouter, route_reference, tl, triton
 from sample import cast_matrices, generate
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = tl = None
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPE = torch.bfloat16 if CUDA else torch.float32
-KERNELS = triton is not None and (CUDA or rk.INTERPRETED)
 EPS = 1e-6
 SCALES = {  # layers, width, heads, kv heads, ffn; context and the paper's sequences per GPU; the paper's tokens in Table 5
     "100M": (12, 512, 8, 4, 1536, 2048, 8, 4096),
@@ -54,17 +51,18 @@ SCALES = {  # layers, width, heads, kv heads, ffn; context and the paper's seque
     "8B": (32, 4096, 32, 8, 14336, 4096, 2, 8192),  # delta routing, routing part only
     "toy": (5, 32, 2, 1, 48, 16, 1, 4),
 }
-VOCAB = {"toy": 320}
-PAPER_ROUTING = {"torch.compile": {"100M": 30.2, "350M": 53.1, "1B": 153.2, "8B": 651}, "the paper's algorithm": {"100M": 5.7, "350M": 11.4, "1B": 42.4, "8B": 323}}
+PER_SITE, FLOOR = "the paper's algorithm", "floor of our scheme"
+PAPER_ROUTING = {"torch.compile": {"100M": 30.2, "350M": 53.1, "1B": 153.2, "8B": 651}, PER_SITE: {"100M": 5.7, "350M": 11.4, "1B": 42.4, "8B": 323}}
 PAPER_STEP = {  # ratio to the baseline's tokens per second, peak GB; an H100, uncompiled baseline at 113.9k / 45.0k / 19.7k tokens per second
     "baseline": {"100M": (1.0, 41.5), "350M": (1.0, 19.4), "1B": (1.0, 19.0)},
     "mhar-torch": {"100M": (0.54, 52.4), "350M": (0.32, 40.1), "1B": (0.23, 47.5)},
     "mhar": {"100M": (0.88, 42.0), "350M": (0.71, 20.0), "1B": (0.55, 20.1)},
 }
-ROUTING_METHODS = ["eager", "torch.compile", "the paper's algorithm", "fla (H=1)", "liger (H=1)", "ours"]
-STEP_METHODS = ["baseline", "hc", "mhar-torch", "mhar", "attnres"]
-DECODE_METHODS = ["baseline", "hc", "mhar-torch", "mhar", "attnres", "delta"]
-METHODS = {"routing": ROUTING_METHODS, "step": STEP_METHODS, "decode": DECODE_METHODS}
+METHODS = {
+    "routing": ["eager", "torch.compile", PER_SITE, "fla (H=1)", "liger (H=1)", "ours"],
+    "step": ["baseline", "hc", "mhar-torch", "mhar", "attnres"],
+    "decode": ["baseline", "hc", "mhar-torch", "mhar", "attnres", "delta"],
+}
 DECODE_BATCHES, DECODE_CONTEXTS = (1, 32), (16, 1024)
 
 
@@ -162,8 +160,28 @@ class PerSite:
 # ----------------------------------------------------------------------------------------------------------------------
 # Timing.
 # ----------------------------------------------------------------------------------------------------------------------
-def say(text):
-    print(text, file=sys.stderr, flush=True)
+say = functools.partial(print, file=sys.stderr, flush=True)
+synchronize = torch.cuda.synchronize if CUDA else lambda: None
+randn, ones = (functools.partial(make, device=DEVICE, dtype=DTYPE) for make in (torch.randn, torch.ones))
+
+
+def release_memory():
+    gc.collect()
+    if CUDA:
+        torch.cuda.empty_cache()
+        torch._dynamo.reset()
+
+
+def attempt(measure, *args):
+    """What measure returns, or a note; the GPU is left empty."""
+    try:
+        return measure(*args) or dict(note="out of memory")
+    except ImportError as error:
+        return dict(note=f"not run: {error}")
+    except torch.cuda.OutOfMemoryError:
+        return dict(note="out of memory")
+    finally:
+        release_memory()
 
 
 def milliseconds(call, repeats=7):
@@ -190,7 +208,7 @@ def milliseconds(call, repeats=7):
         begin.record()
         graph.replay()
         end.record()
-        torch.cuda.synchronize()
+        synchronize()
         times.append(begin.elapsed_time(end))
     del keep
     return statistics.median(times[1:])
@@ -208,30 +226,29 @@ def floor_rows(S):
     G, groups = rk.G, range(0, S, rk.G)
     size = {s0: min(G, S - s0) for s0 in groups}
     inside = sum(n * (n - 1) // 2 for n in size.values())
-    forward = sum(s0 for s0 in groups) + 2 * (S - size[0]) + 3 * S + inside  # older sources, partials written and read, source in and stored, h out
+    forward = sum(groups) + 2 * (S - size[0]) + 3 * S + inside  # older sources, partials written and read, source in and stored, h out
     later = [s0 for s0 in groups if s0 + G < S]
     backward = sum(S - s0 - G for s0 in later) + 3 * G * len(later) + 5 * S + inside + S  # later dh, sources, partials; dh in and kept, h, v, dv; du
     return forward, backward
 
 
 def interpolated(points, S):
-    """Sum over N = 1..S of the piecewise linear function through {N: ms}."""
-    xs = sorted(points)
-    total = 0.0
+    """Sum over N = 1..S of the piecewise linear function through {N: ms}, which has S among its points."""
+    xs, total = sorted(points), 0.0
     for n in range(1, S + 1):
-        i = max(1, min(len(xs) - 1, next((i for i, x in enumerate(xs) if x >= n), len(xs) - 1)))
-        (a, b) = (xs[i - 1], xs[i]) if len(xs) > 1 else (xs[0], xs[0] + 1)
-        total += points[a] + (points.get(b, points[a]) - points[a]) * (n - a) / (b - a)
+        i = max(1, bisect.bisect_left(xs, n))
+        a, b = xs[i - 1], xs[i]
+        total += points[a] + (points[b] - points[a]) * (n - a) / (b - a)
     return total
-
-
-def samples(S, coarse):
-    return sorted({n for n in ((2, S // 2) if coarse else (1, 2, 4, 8, 16, 32, 48)) if 1 <= n < S} | {S})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Routing alone.
 # ----------------------------------------------------------------------------------------------------------------------
+def leaf(*shape, scale=1.0):
+    return (randn(*shape) * scale).requires_grad_()
+
+
 def eager_route(sources, query, norm, H):
     v = torch.stack(sources)
     keys = F.rms_norm(v, v.shape[-1:], norm, EPS).unflatten(-1, (H, -1))
@@ -256,10 +273,10 @@ def peer(method):
 def time_peer(method, S, M, D, H):
     """{"forward", "backward", "adds"} in ms of one micro-batch."""
     route = peer(method)
-    sources = [torch.randn(M, D, device=DEVICE, dtype=DTYPE).requires_grad_() for _ in range(S)]
-    query, norm = (torch.randn(D, device=DEVICE, dtype=DTYPE) / 8).requires_grad_(), torch.ones(D, device=DEVICE, dtype=DTYPE).requires_grad_()
-    dout, forward, both = torch.randn(M, D, device=DEVICE, dtype=DTYPE), {}, {}
-    for n in samples(S, coarse=method != "eager"):  # the others compile or tune for every number of sources
+    sources, query, norm = [leaf(M, D) for _ in range(S)], leaf(D, scale=1 / 8), ones(D).requires_grad_()
+    dout, forward, both = randn(M, D), {}, {}
+    counts = (1, 2, 4, 8, 16, 32, 48) if method == "eager" else (2, S // 2)  # the others compile or tune for every number of sources
+    for n in [*(n for n in counts if n < S), S]:
         forward[n] = milliseconds(lambda: route(sources[:n], query, norm, H))
         both[n] = milliseconds(lambda: torch.autograd.grad(route(sources[:n], query, norm, H), [*sources[:n], query, norm], dout))
     gradients = [torch.zeros_like(dout) for _ in range(min(S, 16))]
@@ -268,12 +285,9 @@ def time_peer(method, S, M, D, H):
 
 
 def time_per_site(S, M, D, H):
-    if not KERNELS:
-        raise ImportError("Triton kernels need a GPU")
-    chain = PerSite(torch.randn(S, M, D, device=DEVICE, dtype=DTYPE), H)
+    chain = PerSite(randn(S, M, D), H)
     chain.check()
-    query, norm, dout = torch.randn(D, device=DEVICE, dtype=DTYPE) / 8, torch.ones(D, device=DEVICE, dtype=DTYPE), torch.randn(M, D, device=DEVICE, dtype=DTYPE)
-    source = torch.randn_like(dout)
+    query, norm, dout, source = randn(D) / 8, ones(D), randn(M, D), randn(M, D)
 
     def forward():
         for s in range(S):
@@ -288,11 +302,8 @@ def time_per_site(S, M, D, H):
 
 
 def time_ours(S, M, D, H):
-    if not KERNELS:
-        raise ImportError("Triton kernels need a GPU")
-    leaf = lambda *shape, scale=1.0: (torch.randn(*shape, device=DEVICE, dtype=DTYPE) * scale).requires_grad_()
     sources, query, norm = [leaf(M, D) for _ in range(S)], leaf(S, D, scale=1 / 8), leaf(S, D)
-    douts = [torch.randn(M, D, device=DEVICE, dtype=DTYPE) for _ in range(S)]
+    douts = [randn(M, D) for _ in range(S)]
 
     def forward():
         router = FusedRouter(sources[0], query, norm, H, EPS)
@@ -308,15 +319,13 @@ def time_ours(S, M, D, H):
     return dict(forward=alone, backward=both - alone)
 
 
-def time_delta(fused, M, D, H, layers, blocks=8):
+def time_delta(fused, S, M, D, H):
     """Delta routing over the whole depth, sublayers replaced by the identity on a detached read; the stream's additions included."""
-    S, block = 2 * layers, 2 * layers // blocks
-    if fused and not KERNELS:
-        raise ImportError("Triton kernels need a GPU")
-    leaf = lambda *shape, scale=1.0: (torch.randn(*shape, device=DEVICE, dtype=DTYPE) * scale).requires_grad_()
+    block = S // 8
     x, query, norm, null, gate = leaf(M, D), leaf(S, D, scale=D**-0.5), leaf(S, D), leaf(S, D), leaf(S)
-    f, dout = torch.randn(M, D, device=DEVICE, dtype=DTYPE), torch.randn(M, D, device=DEVICE, dtype=DTYPE)
-    route = lambda *a: torch.utils.checkpoint.checkpoint(route_reference_mix, *a, use_reentrant=False)
+    f, dout = randn(M, D), randn(M, D)
+    mix = lambda query, norm, *sources: eager_route(sources, query, norm, H)
+    route = lambda *a: torch.utils.checkpoint.checkpoint(mix, *a, use_reentrant=False)
 
     def forward():
         reads = []
@@ -328,7 +337,7 @@ def time_delta(fused, M, D, H, layers, blocks=8):
             return reads
         y, start, sources = x, x, [x]
         for s in range(S):
-            reads.append(y + gate[s] * route(null[s].expand_as(y), query[s], norm[s], H, *sources))
+            reads.append(y + gate[s] * route(query[s], norm[s], null[s].expand_as(y), *sources))
             y = y + f
             if (s + 1) % block == 0:
                 sources, start = [*sources, y - start], y
@@ -340,27 +349,19 @@ def time_delta(fused, M, D, H, layers, blocks=8):
     return dict(forward=alone, backward=both - alone)
 
 
-def route_reference_mix(null, query, norm, H, *sources):
-    return eager_route([null, *sources], query, norm, H)
-
-
-def routing_shape(scale, batch):
-    """{"S", "M", "D", "H"} at one scale: the paper's tokens, or with batch=fill those of its training step."""
-    layers, D, _, _, _, T, B, M = SCALES[scale]
-    return dict(S=2 * layers + (scale != "8B"), M=B * T if batch == "fill" else M, D=D, H=min(8, D // 16))
-
-
 def routing(scale, method, S, M, D, H):
     """{"forward", "backward", ...} in ms of one micro-batch."""
+    if method in (PER_SITE, "ours") and (obstacle := rk.kernel_support(DEVICE, DTYPE, D, H, S, blocks=8 if scale == "8B" else 0)):
+        raise ImportError(obstacle)
     if scale == "8B":
-        return time_delta(method == "ours", M, D, H, S // 2)
-    if method == "floor of our scheme":
+        return time_delta(method == "ours", S, M, D, H)
+    if method == FLOOR:
         speed = bandwidth()
         forward, backward = (rows * M * D * DTYPE.itemsize / speed for rows in floor_rows(S))
         return dict(forward=forward, backward=backward)
     if method == "ours":
         return time_ours(S, M, D, H)
-    if method == "the paper's algorithm":
+    if method == PER_SITE:
         return time_per_site(S, M, D, H)
     return time_peer(method, S, M, D, 1 if "H=1" in method else H)
 
@@ -369,23 +370,19 @@ def routing(scale, method, S, M, D, H):
 # Whole models.
 # ----------------------------------------------------------------------------------------------------------------------
 def build(scale, method, block_size, param_dtype):
-    """A GPT of random weights; ValueError where a method that names the fused kernels cannot have them."""
+    """A GPT of random weights; ImportError where a method that names the fused kernels cannot have them."""
     layers, D, heads, kv, ffn, *_ = SCALES[scale]
-    residual = method.removesuffix("-torch")
-    config = GPTConfig(block_size=block_size, vocab_size=VOCAB.get(scale, 151936), n_layer=layers, n_embd=D, n_head=heads, n_kv_head=kv, ffn_dim=ffn, residual=residual,
-                       route_heads=min(8, D // 16))
+    config = GPTConfig(block_size=block_size, vocab_size=320 if scale == "toy" else 151936, n_layer=layers, n_embd=D, n_head=heads, n_kv_head=kv, ffn_dim=ffn,
+                       residual=method.removesuffix("-torch"), route_heads=min(8, D // 16))
     kernel, why = choose_kernel("torch" if method.endswith("-torch") else "auto", config, torch.device(DEVICE), DTYPE)
     if kernel == "torch" and method in ("mhar", "attnres", "delta") and CUDA:
-        raise ValueError(why)
-    return GPT(config, kernel=kernel).to(DEVICE, param_dtype if CUDA else torch.float32)
+        raise ImportError(why)
+    return GPT(config, kernel=kernel).to(DEVICE, param_dtype)
 
 
-def step(scale, method, batch, param_dtype, B=None):
-    """{"tokens_per_second", "ms", "peak_gb", "mfu", "batch"} of training at one scale; None where not even the paper's batch fits."""
-    T, paper_batch = SCALES[scale][5:7]
-    if batch == "fill" and B is None:
-        return fill(scale, method, param_dtype)
-    B = B or paper_batch
+def step(scale, method, param_dtype, B):
+    """{"tokens_per_second", "ms", "peak_gb", "mfu", "batch"} of training at one scale with B sequences."""
+    T = SCALES[scale][5]
     model = build(scale, method, T, param_dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     forward = torch.compile(model, fullgraph=True, dynamic=False) if CUDA else model
@@ -406,12 +403,12 @@ def step(scale, method, batch, param_dtype, B=None):
     if CUDA:
         for i in range(13):  # compiles, makes the optimizer's state, and times steps whose kernels are launched one by one
             if i == 3:
-                torch.cuda.synchronize()
+                synchronize()
                 start = time.perf_counter()
             forward_backward()
             update()
             optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
+        synchronize()
         launched = (time.perf_counter() - start) * 1e3 / 10
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -420,7 +417,7 @@ def step(scale, method, batch, param_dtype, B=None):
                 forward_backward()
                 optimizer.zero_grad(set_to_none=True)
         torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
+        synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         graph = torch.cuda.CUDAGraph()
@@ -428,8 +425,7 @@ def step(scale, method, batch, param_dtype, B=None):
             loss = forward_backward()
     times = []
     for _ in range(14 if CUDA else 5):
-        if CUDA:
-            torch.cuda.synchronize()
+        synchronize()
         start = time.perf_counter()
         if CUDA:
             graph.replay()
@@ -437,8 +433,7 @@ def step(scale, method, batch, param_dtype, B=None):
             optimizer.zero_grad(set_to_none=True)
             loss = forward_backward()
         update()
-        if CUDA:
-            torch.cuda.synchronize()
+        synchronize()
         times.append((time.perf_counter() - start) * 1e3)
     ms, peak = statistics.median(times[2:]), peak_flops(DEVICE)
     speed = B * T / ms * 1e3
@@ -448,20 +443,17 @@ def step(scale, method, batch, param_dtype, B=None):
                 peak_gb=torch.cuda.max_memory_allocated() / 1e9 if CUDA else None, mfu=speed * model.flops_per_token(T) / peak if peak else None)
 
 
-def fill(scale, method, param_dtype):
-    """The best of doubled batches until memory is full."""
-    best, B = None, SCALES[scale][6]
+def fastest_step(scale, method, param_dtype, B):
+    """The best of step's results with B sequences, 2 * B, ... until memory is full or it gets no faster; None where not even B fit."""
+    best = None
     while True:
         say(f"  {B} sequences ...")
         try:
-            result = step(scale, method, "fill", param_dtype, B)
+            result = step(scale, method, param_dtype, B)
         except torch.cuda.OutOfMemoryError:
             return best
         finally:
-            gc.collect()
-            if CUDA:
-                torch.cuda.empty_cache()
-                torch._dynamo.reset()
+            release_memory()
         if best is not None and result["tokens_per_second"] < 1.01 * best["tokens_per_second"] or not CUDA:
             return max(filter(None, (best, result)), key=lambda r: r["tokens_per_second"])
         best, B = result, 2 * B
@@ -478,13 +470,11 @@ def decode(scale, method, warm=4, windows=5, size=12):
             for _ in range(warm):  # the prompt, and the recording of the graph
                 next(tokens)
             for _ in range(windows):
-                if CUDA:
-                    torch.cuda.synchronize()
+                synchronize()
                 start = time.perf_counter()
                 for _ in range(size):
                     next(tokens)
-                if CUDA:
-                    torch.cuda.synchronize()
+                synchronize()
                 times.append((time.perf_counter() - start) * 1e3 / size)
         ms[f"{B} x {context}"] = statistics.median(times)
     return ms
@@ -494,72 +484,70 @@ def decode(scale, method, warm=4, windows=5, size=12):
 # Tables.
 # ----------------------------------------------------------------------------------------------------------------------
 def table(title, rows):
+    """Print rows of cells, the first of them the head; a short row is filled up."""
+    rows = [[str(cell) for cell in row] + [""] * (len(rows[0]) - len(row)) for row in rows]
+    first, *others = (max(map(len, column)) for column in zip(*rows))
     print("\n" + title)
-    widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(str(cell).ljust(w) if i == 0 else str(cell).rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip())
+    for name, *cells in rows:
+        print("  ".join([name.ljust(first), *map(str.rjust, cells, others)]).rstrip())
+
+
+def routing_table(results, scale, batch):
+    rows = [["ms", "forward", "backward", "+ adds", "total", "of the floor", f"vs {PER_SITE}", "paper (H100)"]]
+    total = lambda r: r["forward"] + r["backward"] + r.get("adds", 0.0)
+    base, floor = results.get(PER_SITE, {}), results.get(FLOOR, {})
+    for method in [m for m in METHODS["routing"] + [FLOOR] if m in results]:
+        r, share, times, paper = results[method], "", "", ""
+        if batch == "paper":
+            paper = PAPER_ROUTING.get(PER_SITE if scale == "8B" and method == "ours" else method, {}).get(scale, "")
+        if "note" in r:
+            rows.append([method, r["note"], *[""] * 5, paper])
+            continue
+        if method == "ours" and "forward" in floor:
+            share = f"{floor['forward'] / r['forward']:.0%} + {floor['backward'] / r['backward']:.0%}"
+        if "forward" in base:
+            times = f"{total(base) / total(r):.1f}x"
+        rows.append([method, f"{r['forward']:.2f}", f"{r['backward']:.2f}", f"{r['adds']:.2f}" if "adds" in r else "", f"{total(r):.2f}", share, times, paper])
+    shape = " ".join(f"{name}={size}" for name, size in results["shape"].items())
+    table(f"Routing, {scale}{' (delta)' if scale == '8B' else ''}: {shape}   [Table 5]", rows)
+
+
+def step_table(results, scale, batch, precision):
+    rows = [["", "tokens/s", "ms", "vs baseline", "peak GB", "vs baseline", "MFU", "without graph", "sequences", "paper: vs baseline", "peak GB"]]
+    base = results.get("baseline", {})
+    for method in [m for m in METHODS["step"] if m in results]:
+        r = results[method]
+        if "note" in r:
+            rows.append([method, r["note"]])
+            continue
+        ratio = lambda field: f"{r[field] / base[field]:.3f}" if base.get(field) and r[field] else ""
+        paper = PAPER_STEP.get(method, {}).get(scale, ()) if batch == "paper" else ()
+        rows.append([method, f"{r['tokens_per_second']:,.0f}", f"{r['ms']:.2f}", ratio("tokens_per_second"), f"{r['peak_gb']:.2f}" if r["peak_gb"] else "", ratio("peak_gb"),
+                     f"{r['mfu']:.3f}" if r["mfu"] else "n/a", f"{r['without_graph']:,.0f}" if r["without_graph"] else "", r["batch"], *paper])
+    sequences = {"paper": "the paper's batch", "fill": "the batch that fills the GPU"}[batch]
+    table(f"Training step, {scale}, {sequences}, {precision} parameters   [Table 4]", rows)
+
+
+def decode_table(results, scale):
+    short, long = DECODE_CONTEXTS
+    rows = [["", "batch", f"ms per step after {short}", f"after {long:,}", "growth", f"tokens/s after {short}", f"after {long:,}", f"vs baseline after {short}", f"after {long:,}"]]
+    base = results.get("baseline", {})
+    for B, method in itertools.product(DECODE_BATCHES, [m for m in METHODS["decode"] if m in results]):
+        r, keys = results[method], [f"{B} x {context}" for context in DECODE_CONTEXTS]
+        if "note" in r:
+            rows.append([method, B, r["note"]])
+            continue
+        a, b = (r[key] for key in keys)
+        versus = [f"{base[key] / r[key]:.3f}" for key in keys if key in base]
+        rows.append([method, B, f"{a:.3f}", f"{b:.3f}", f"{b / a - 1:+.1%}", f"{B / a * 1e3:,.0f}", f"{B / b * 1e3:,.0f}", *versus])
+    table(f"Generation, {scale}, {'bf16' if CUDA else 'fp32'}: a step makes one token of each sequence of the batch", rows)
 
 
 def report(results):
-    for key in sorted(k for k in results if k.startswith("routing ")):
-        _, scale, batch = key.split()
-        r, shape = results[key], results[key]["shape"]
-        floor = r.get("floor of our scheme")
-        rows = [["ms", "forward", "backward", "+ adds", "total", "of the floor", "vs the paper's algorithm", "paper (H100)"]]
-        total = lambda m: r[m]["forward"] + r[m]["backward"] + r[m].get("adds", 0.0)
-        for method in [m for m in ROUTING_METHODS + ["floor of our scheme"] if m in r]:
-            paper = PAPER_ROUTING.get("the paper's algorithm" if scale == "8B" and method == "ours" else method, {}).get(scale, "") if batch == "paper" else ""
-            if "note" in r[method]:
-                rows.append([method, r[method]["note"], "", "", "", "", "", paper])
-                continue
-            adds = r[method].get("adds")
-            share = f"{floor['forward'] / r[method]['forward']:.0%} + {floor['backward'] / r[method]['backward']:.0%}" if method == "ours" and "forward" in (floor or ()) else ""
-            base = r.get("the paper's algorithm", {"note": ""})
-            times = f"{total('the paper' + chr(39) + 's algorithm') / total(method):.1f}x" if "note" not in base else ""
-            rows.append([method, f"{r[method]['forward']:.2f}", f"{r[method]['backward']:.2f}", "" if adds is None else f"{adds:.2f}", f"{total(method):.2f}", share, times, paper])
-        table(f"Routing, {scale}{' (delta)' if scale == '8B' else ''}: S={shape['S']} M={shape['M']} D={shape['D']} H={shape['H']}   [Table 5]", rows)
-    for key in sorted(k for k in results if k.startswith("step ")):
-        _, scale, batch, precision = key.split()
-        r = results[key]
-        rows = [["", "tokens/s", "ms", "vs baseline", "peak GB", "vs baseline", "MFU", "without graph", "sequences", "paper: vs baseline", "peak GB"]]
-        base = r.get("baseline", {})
-        for method in [m for m in STEP_METHODS if m in r]:
-            if "note" in r[method]:
-                rows.append([method, r[method]["note"], *[""] * 9])
-                continue
-            x = r[method]
-            ratio = lambda field: f"{x[field] / base[field]:.3f}" if base.get(field) and x.get(field) else ""
-            paper = PAPER_STEP.get(method, {}).get(scale, ("", "")) if batch == "paper" else ("", "")
-            rows.append([method, f"{x['tokens_per_second']:,.0f}", f"{x['ms']:.2f}", ratio("tokens_per_second"), f"{x['peak_gb']:.2f}" if x["peak_gb"] else "", ratio("peak_gb"),
-                         f"{x['mfu']:.3f}" if x["mfu"] else "n/a", f"{x['without_graph']:,.0f}" if x["without_graph"] else "", x["batch"], *paper])
-        table(f"Training step, {scale}, {'the paper' + chr(39) + 's batch' if batch == 'paper' else 'the batch that fills the GPU'}, {precision} parameters   [Table 4]", rows)
-    for key in sorted(k for k in results if k.startswith("decode ")):
-        r, short, long = results[key], *DECODE_CONTEXTS
-        rows = [["", "batch", f"ms per step after {short}", f"after {long:,}", "growth", f"tokens/s after {short}", f"after {long:,}", f"vs baseline after {short}", f"after {long:,}"]]
-        for B in DECODE_BATCHES:
-            for method in [m for m in DECODE_METHODS if m in r]:
-                if "note" in r[method]:
-                    rows.append([method, B, r[method]["note"], *[""] * 6])
-                    continue
-                a, b = (r[method][f"{B} x {context}"] for context in DECODE_CONTEXTS)
-                versus = [f"{base / x:.3f}" if (base := r.get("baseline", {}).get(f"{B} x {context}")) else "" for x, context in zip((a, b), DECODE_CONTEXTS)]
-                rows.append([method, B, f"{a:.3f}", f"{b:.3f}", f"{b / a - 1:+.1%}", f"{B / a * 1e3:,.0f}", f"{B / b * 1e3:,.0f}", *versus])
-        table(f"Generation, {key.split()[1]}, {'bf16' if CUDA else 'fp32'}: a step makes one token of each sequence of the batch", rows)
-
-
-def attempt(measure, *args):
-    """What measure returns, or a note; the GPU is left empty."""
-    try:
-        return measure(*args) or dict(note="out of memory")
-    except ImportError as error:
-        return dict(note=f"not run: {error}")
-    except torch.cuda.OutOfMemoryError:
-        return dict(note="out of memory")
-    finally:
-        gc.collect()
-        if CUDA:
-            torch.cuda.empty_cache()
-            torch._dynamo.reset()
+    """Print a table for each key of the results: `routing SCALE BATCH`, `step SCALE BATCH PRECISION` or `decode SCALE`."""
+    for part, show in (("routing", routing_table), ("step", step_table), ("decode", decode_table)):
+        for key in sorted(key for key in results if key.startswith(part + " ")):
+            show(results[key], *key.split()[1:])
 
 
 def main():
@@ -571,17 +559,19 @@ def main():
     parser.add_argument("--param_dtype", default="bfloat16", choices=["bfloat16", "float32"], help="float32: master weights with bf16 autocast, train.py's default")
     parser.add_argument("--out", default="out/bench.json", help="results are merged into this file")
     args = parser.parse_args()
-    for name, allowed in (("part", list(METHODS)), ("scale", list(SCALES)), ("method", list(dict.fromkeys(sum(METHODS.values(), []))))):
-        for word in getattr(args, name).split(",") if getattr(args, name) is not None else []:
-            if word not in allowed:
-                raise UserError(f"--{name}={word} is not known: choose among {', '.join(allowed)}")
+    every = list(dict.fromkeys(sum(METHODS.values(), [])))
+    parts, scales, methods = args.part.split(","), args.scale.split(","), every if args.method is None else args.method.split(",")
+    for name, words, allowed in (("part", parts, METHODS), ("scale", scales, SCALES), ("method", methods, every)):
+        if unknown := [word for word in words if word not in allowed]:
+            raise UserError(f"--{name}={unknown[0]} is not known: choose among {', '.join(allowed)}")
     if not CUDA and args.scale != "toy":
         raise UserError(f"--scale={args.scale} needs a CUDA GPU, torch sees none; on a CPU there is --scale=toy, which shows that everything runs")
-    parts = args.part.split(",")
     absent = () if CUDA else ("torch.compile", "mhar-torch")  # not on a CPU, where mhar has the reference routing anyway
-    wanted = {part: [m for m in METHODS[part] if m not in absent and (args.method is None or m in args.method.split(","))] for part in parts}
+    wanted = {part: [m for m in names if part in parts and m in methods and m not in absent] for part, names in METHODS.items()}
     if not any(wanted.values()):
         raise UserError(f"--method={args.method} has nothing to measure in --part={args.part}: " + "; ".join(f"{part} has {', '.join(METHODS[part])}" for part in parts))
+    if "routing" in parts:
+        wanted["routing"].append(FLOOR)
     gpu = torch.cuda.get_device_name() if CUDA else "CPU"
     where = f"{gpu}, torch {torch.__version__}, triton {triton.__version__ if triton else 'not installed'}"
     output_folder(os.path.dirname(args.out) or ".", "--out")
@@ -598,25 +588,23 @@ def main():
     say(where + (f"; one of {torch.cuda.device_count()} GPUs is used" if torch.cuda.device_count() > 1 else ""))
     torch.set_float32_matmul_precision("high")
 
-    def keep(key, values):
-        results.setdefault(key, {}).update(values)
+    def measure(key, method, call, *arguments, **also):
+        say(f"{key}, {method} ...")
+        results.setdefault(key, {}).update(also | {method: attempt(call, *arguments)})
         with open(args.out + ".new", "w") as f:
             json.dump(results, f, indent=1)
         os.replace(args.out + ".new", args.out)
 
-    for scale in args.scale.split(","):
-        shape, key = routing_shape(scale, args.batch), f"routing {scale} {args.batch}"
-        for method in [m for m in wanted.get("routing", []) if scale != "8B" or m in ("eager", "ours")]:
-            say(f"routing {scale} {method} ...")
-            keep(key, {"shape": shape, method: attempt(routing, scale, method, *shape.values())})
-        if "routing" in parts and scale != "8B":
-            keep(key, {"shape": shape, "floor of our scheme": attempt(routing, scale, "floor of our scheme", *shape.values())})
-        for method in wanted.get("step", []) if scale != "8B" else []:
-            say(f"step {scale} {method} ...")
-            keep(f"step {scale} {args.batch} {args.param_dtype if CUDA else 'float32'}", {method: attempt(step, scale, method, args.batch, getattr(torch, args.param_dtype))})
-        for method in wanted.get("decode", []) if scale != "8B" else []:
-            say(f"decode {scale} {method} ...")
-            keep(f"decode {scale}", {method: attempt(decode, scale, method)})
+    param_dtype = args.param_dtype if CUDA else "float32"
+    for scale in scales:
+        layers, D, *_, T, B, M = SCALES[scale]
+        shape = dict(S=2 * layers + (scale != "8B"), M=B * T if args.batch == "fill" else M, D=D, H=min(8, D // 16))
+        for method in [m for m in wanted["routing"] if scale != "8B" or m in ("eager", "ours")]:
+            measure(f"routing {scale} {args.batch}", method, routing, scale, method, *shape.values(), shape=shape)
+        for method in wanted["step"] if scale != "8B" else []:
+            measure(f"step {scale} {args.batch} {param_dtype}", method, fastest_step if args.batch == "fill" else step, scale, method, getattr(torch, param_dtype), B)
+        for method in wanted["decode"] if scale != "8B" else []:
+            measure(f"decode {scale}", method, decode, scale, method)
     print(where)
     report(results)
 

@@ -19,6 +19,7 @@ import shutil
 import signal
 import struct
 import sys
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -37,8 +38,10 @@ from train import check_device, find_checkpoint, read_meta, the_checkpoint
 SHARD = 5_000_000_000  # bytes of a shard at most, the hub's custom
 PIECE = 1 << 22  # numbers copied at a time
 ROUTING = "depth_routing.safetensors"  # the routing's own file, in our folders and in exported ones
+ROUTING_FIELDS = ("residual", "route_heads", "delta_blocks", "delta_recursive")  # what an exported config.json says of it
 ROUTED = "delta_routed_"  # before the model_type of an exported model with routing: transformers' Auto classes then refuse it
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # the formats' names; all else is quantised or not weights
+PRECISIONS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' and torch's names; all else is quantised or not weights
+DTYPES = {code: getattr(torch, name) for code, name in PRECISIONS.items()}
 TOP = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
 PARTS = {"attn.norm": "input_layernorm", "mlp.norm": "post_attention_layernorm"}
 PARTS |= {f"attn.{part}": f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
@@ -61,17 +64,17 @@ class Stored:
 
     file: Path
     name: str
-    dtype: str  # a key of DTYPES, or a precision that is refused
+    dtype: str  # as the file has it or as it is to be written: a key of DTYPES, or a precision that is refused
     shape: list
 
     def load(self):
-        """The tensor, memory-mapped: its bytes are the system's cache of the file and no memory of this process."""
+        """The tensor as the file has it, memory-mapped: its bytes are the system's cache of the file and no memory of this process."""
         with safe_open(self.file, "pt") as f:
             return f.get_tensor(self.name)
 
-    def size(self, dtype=None):
-        """Bytes, in a torch dtype or in its own."""
-        return math.prod(self.shape) * (dtype or DTYPES[self.dtype]).itemsize
+    @property
+    def nbytes(self):
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass
@@ -84,11 +87,11 @@ class Side:
     meta: dict | None = None  # ours: meta.json
     hf: dict | None = None  # theirs: config.json
     dropped: dict = field(default_factory=dict)  # theirs: {tensor that is no part of the model: why}
-    files: list = field(default_factory=list)  # theirs: all that was read
 
     def __post_init__(self):
         self.trunk = {name: t for name, t in self.tensors.items() if not name.startswith("residual.")}
         self.origin = (self.meta or {}).get("origin") or {}  # ours: what import noted
+        self.kind = "qwen3" if self.config.qk_norm else "llama"  # the trunk's model_type
 
     @property
     def routing(self):
@@ -122,13 +125,15 @@ def read_file(file):
         raise UserError(f"{file} is missing, damaged or cut short ({error}): fetch it again") from error
 
 
-def read_files(folder, name="model.safetensors"):
-    """{name: Stored} of a file, or of the shards in its index; UserError where the index and its shards disagree."""
+def read_files(folder, name, hint=""):
+    """{name: Stored} of a file, or of the shards in its index. UserError where neither is there, which ends in `hint`, or where the two disagree."""
     index = folder / f"{name}.index.json"
     if not index.exists():
+        if not (folder / name).exists():
+            raise UserError(f"{folder} has neither {name} nor its index{hint}")
         return read_file(folder / name)
     listed = read_json(index).get("weight_map")
-    if not listed or any(not isinstance(f, str) or Path(f).name != f for f in listed.values()):
+    if not isinstance(listed, dict) or any(not isinstance(f, str) or Path(f).name != f for f in listed.values()):
         raise UserError(f"{index} has no weight_map from tensors to files beside it: fetch it again")
     tensors = {}
     for file in sorted(set(listed.values())):
@@ -186,10 +191,11 @@ def trunk_config(c, where):
             refuse(key, "it should be positive")
         return kind(value)
 
-    routed, kind = str(c.get("model_type")).startswith(ROUTED), str(c.get("model_type")).removeprefix(ROUTED)
+    kind = str(c.get("model_type")).removeprefix(ROUTED)
     if kind not in KINDS:
         refuse("model_type", f"there are {', '.join(KINDS)}")
-    if c.get("architectures") not in (None, [architecture := "DeltaRouted" * routed + KINDS[kind]]):
+    architecture = "DeltaRouted" * c["model_type"].startswith(ROUTED) + KINDS[kind]
+    if c.get("architectures") not in (None, [architecture]):
         refuse("architectures", f"a {kind} with a language model's head is {architecture}")
     known = OTHER.union(FIELDS.values(), TYPES, FIXED)
     for key, value in c.items():
@@ -197,63 +203,62 @@ def trunk_config(c, where):
             refuse(key, f"only {json.dumps(FIXED[key])} is")
         if key not in known and not key.startswith("_") and value is not None:
             refuse(key, "if it does not change what the model computes, take it out")
-    sliding = {"sliding_window": c.get("sliding_window") is not None and "use_sliding_window" not in c, "layer_types": set(c.get("layer_types") or ()) - {"full_attention"}}
-    for key in (key for key, found in sliding.items() if found):
-        refuse(key, "attention here is full")
+    if c.get("sliding_window") is not None and "use_sliding_window" not in c:
+        refuse("sliding_window", "attention here is full")
+    if set(c.get("layer_types") or ()) - {"full_attention"}:
+        refuse("layer_types", "attention here is full")
 
-    rope, key = {**read("rope_scaling", {}), **read("rope_parameters", {})}, "rope_parameters" if c.get("rope_parameters") else "rope_scaling"
+    rope = {"rope_theta": read("rope_theta", 1e4)} | read("rope_scaling", {}) | read("rope_parameters", {})
+    section = "rope_parameters" if c.get("rope_parameters") else "rope_scaling"
     scaling = rope.get("rope_type", rope.get("type", "default"))
     if scaling not in ("default", "llama3") or rope.get("type", scaling) != scaling:
-        refuse(key, "only the rope_type default and llama3 are")
-    if unknown := [k for k, v in rope.items() if k not in ("rope_type", "type", "rope_theta", *LLAMA3) and (k, v) != ("partial_rotary_factor", 1.0)]:
-        refuse(key, f"{unknown[0]} is not among rope_type, rope_theta, {', '.join(LLAMA3)}")
-    number = lambda value: isinstance(value, (int, float)) and value > 0
-    theta = rope.get("rope_theta", read("rope_theta", 1e4))
-    if not number(theta):
-        refuse(key, "rope_theta should be a positive number")
-    if c.get("rope_theta") not in (None, theta):
-        refuse("rope_theta", f"{key} says {theta}")
-    if scaling == "llama3" and (not all(number(rope.get(k)) for k in LLAMA3) or rope["high_freq_factor"] <= rope["low_freq_factor"]):
-        refuse(key, f"llama3 needs {', '.join(LLAMA3)}, all positive, the high factor over the low")
+        refuse(section, "only the rope_type default and llama3 are")
+    for key, value in rope.items():
+        if key not in ("rope_type", "type", "rope_theta", *LLAMA3) and (key, value) != ("partial_rotary_factor", 1.0):
+            refuse(section, f"{key} is not among rope_type, rope_theta, {', '.join(LLAMA3)}")
+    positive = lambda key: isinstance(rope.get(key), (int, float)) and rope[key] > 0
+    if not positive("rope_theta"):
+        refuse(section, "rope_theta should be a positive number")
+    if c.get("rope_theta") not in (None, rope["rope_theta"]):
+        refuse("rope_theta", f"{section} says {rope['rope_theta']}")
+    if scaling == "llama3" and (not all(map(positive, LLAMA3)) or rope["high_freq_factor"] <= rope["low_freq_factor"]):
+        refuse(section, f"llama3 needs {', '.join(LLAMA3)}, all positive, the high factor over the low")
 
     absent = {"tie_word_embeddings": False, "head_dim": 128}
     if kind == "llama":
         absent |= {"num_key_value_heads": read("num_attention_heads"), "head_dim": read("hidden_size") // read("num_attention_heads")}
-    return {ours: read(key, absent.get(key)) for ours, key in FIELDS.items()} | {
-        "rope_theta": float(theta), "rope_scaling": {"rope_type": "llama3"} | {k: rope[k] for k in LLAMA3} if scaling == "llama3" else None, "qk_norm": kind == "qwen3",
-    }  # fmt: skip
+    rope_scaling = {"rope_type": "llama3"} | {key: rope[key] for key in LLAMA3} if scaling == "llama3" else None
+    fields = {ours: read(key, absent.get(key)) for ours, key in FIELDS.items()}
+    return fields | {"rope_theta": float(rope["rope_theta"]), "rope_scaling": rope_scaling, "qk_norm": kind == "qwen3"}
 
 
-def hf_config(side, dtype):
-    """config.json of a trunk of ours: that of the base it came from, or else one that says the same. dtype: a torch dtype or None."""
-    config, c = side.config, dict(side.origin.get("config") or {})
-    if c:  # what an export with routing had put in
-        c["model_type"] = c["model_type"].removeprefix(ROUTED)
-        c["architectures"] = [KINDS[c["model_type"]]]
-        c.pop("depth_routing", None)
-    if not c or any(getattr(config, k) != v for k, v in trunk_config(c, f"{side.path}/meta.json").items() if k != "block_size"):
-        kind = "qwen3" if config.qk_norm else "llama"
+def hf_config(side, precisions):
+    """config.json of a model of ours: that of the base it came from, or else one that says the same. precisions: those of its tensors."""
+    config, base, kind = side.config, side.origin.get("config"), side.kind
+    if base and all(getattr(config, k) == v for k, v in trunk_config(base, f"{side.path}/meta.json").items() if k != "block_size"):
+        c = {k: v for k, v in base.items() if k != "depth_routing"}
+    else:
         c = {key: getattr(config, ours) for ours, key in FIELDS.items()} | {"rope_theta": config.rope_theta, "rope_scaling": config.rope_scaling}
-        c |= {"model_type": kind, "architectures": [KINDS[kind]], "attention_bias": False, "hidden_act": "silu", "bos_token_id": None, "eos_token_id": None}
-    if dtype:
-        c["dtype" if "dtype" in c else "torch_dtype"] = str(dtype).removeprefix("torch.")
+        c |= {"attention_bias": False, "hidden_act": "silu", "bos_token_id": None, "eos_token_id": None}
+    c |= {"model_type": kind, "architectures": [KINDS[kind]]}
+    if len(precisions) == 1:
+        c["dtype" if "dtype" in c else "torch_dtype"] = PRECISIONS[precisions.pop()]
+    if config.residual == "delta":
+        c |= {"model_type": ROUTED + kind, "architectures": ["DeltaRouted" + KINDS[kind]], "depth_routing": {k: getattr(config, k) for k in ROUTING_FIELDS}}
     return c
 
 
 def open_hf(folder):
     """The Side of a Hugging Face folder. UserError for all that is missing, extra, contradictory or not understood."""
-    where, index = folder / "config.json", folder / "model.safetensors.index.json"
+    where = folder / "config.json"
     c = read_json(where)
     trunk, routing = trunk_config(c, where), {"residual": "baseline"}
-    if not index.exists() and not (folder / "model.safetensors").exists():
-        raise UserError(f"{folder} has neither model.safetensors nor its index" + ("; pickled weights are not read: save them as safetensors" if any(folder.glob("*.bin")) else ""))
-    found = read_files(folder)
+    found = read_files(folder, "model.safetensors", "; pickled weights are not read: save them as safetensors" * any(folder.glob("*.bin")))
     if c["model_type"].startswith(ROUTED):
         found, routing = found | read_file(folder / ROUTING), c.get("depth_routing")
-        if not isinstance(routing, dict) or set(routing) != {"residual", "route_heads", "delta_blocks", "delta_recursive"}:
+        if not isinstance(routing, dict) or set(routing) != set(ROUTING_FIELDS):
             raise UserError(f"{where}: depth_routing={json.dumps(routing)} is not what convert_8b.py export writes")
-    files = {where, *[index] * index.exists(), *(t.file for t in found.values())}
-    if extra := sorted(p.name for p in set(folder.glob("*.safetensors")) - files):
+    if extra := sorted(p.name for p in set(folder.glob("*.safetensors")) - {t.file for t in found.values()}):
         raise UserError(f"{folder} holds {', '.join(extra[:5])}, which belongs to no model there: move it away")
     dropped = {name: "a table that every version computes afresh" for name in found if re.fullmatch(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", name)}
     head, embed = found.get(TOP["head.weight"]), found.get(TOP["embed.weight"])
@@ -266,17 +271,16 @@ def open_hf(folder):
     except (TypeError, ValueError) as error:
         raise UserError(f"{where}: {error}") from error
     tensors = model_of(config, {name: t for name, t in found.items() if name not in dropped}, where, hf_name)
-    return Side(folder, config, tensors, hf=c, dropped=dropped, files=sorted(files))
+    return Side(folder, config, tensors, hf=c, dropped=dropped)
 
 
-def open_ours(path, weights="raw"):
+def open_ours(path, weights):
     """The Side of a CKPT of ours."""
-    folder, name = the_checkpoint(path), {"raw": "model.safetensors", "ema": "ema.safetensors"}[weights]
-    if not (folder / name).exists() and not (folder / f"{name}.index.json").exists():
-        raise UserError(f"{folder} has no {name}" + ("; use --weights=raw" if weights == "ema" else ": it is not whole"))
+    folder = the_checkpoint(path)
     meta = read_meta(folder)
     config = GPTConfig(**meta["model_config"])
-    return Side(folder, config, model_of(config, read_files(folder, name), folder / "meta.json"), meta=meta)
+    found = read_files(folder, {"raw": "model.safetensors", "ema": "ema.safetensors"}[weights], "; use --weights=raw" * (weights == "ema"))
+    return Side(folder, config, model_of(config, found, folder / "meta.json"), meta=meta)
 
 
 def open_side(path, weights):
@@ -293,22 +297,20 @@ def same_bytes(a, b):
 
 # ---- Writing ---------------------------------------------------------------------------------------------------------
 @contextmanager
-def new_folder(dst, size):
-    """A folder to write `size` bytes into, which takes its name only when all of it is on disk. UserError if it exists or cannot be written."""
+def new_folder(dst):
+    """A folder to write into, which takes its name only when all of it is on disk. UserError if it exists or cannot be written."""
     dst = Path(dst).absolute()
     part = dst.with_name(f".{dst.name}.part")
     if dst.exists() or dst.is_symlink():
         raise UserError(f"{dst} exists already: give another name, or remove it first")
-    if part.exists():
-        raise UserError(f"{part} is there: another conversion is writing it, or one was killed; if none is running, remove it and start again")
     try:
         part.mkdir(parents=True)
+    except FileExistsError as error:
+        raise UserError(f"{part} is there: another conversion is writing it, or one was killed; if none is running, remove it and start again") from error
     except OSError as error:
         raise UserError(f"{dst} cannot be made ({error.strerror}): give another name") from error
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the lines below are reached
     try:
-        if (free := shutil.disk_usage(part).free) < size:
-            raise UserError(f"{dst} needs {size / 1e9:,.1f} GB and its disk has {free / 1e9:,.1f} GB left: make room, or give another place")
         yield part
         for path in [*part.iterdir(), part]:
             sync(path)
@@ -327,35 +329,46 @@ def sync(path):
     os.close(fd)
 
 
-def write_tensors(folder, tensors, progress, dtype=None, more=None):
-    """Write tensors {new name: Stored} as model.safetensors, or as shards of up to SHARD bytes and an index; in their order, so that each file is
-    read once from end to end; in the precision they have, or cast to the torch dtype. more {name: tensor} go into ROUTING, which the index then lists, too."""
-    precision, codes = lambda name: dtype or DTYPES[tensors[name].dtype], {t: code for code, t in DTYPES.items()}
-    sizes, shards, where = {name: t.size(dtype) for name, t in tensors.items()}, [[]], {}  # shards: lists of names
-    for name in tensors:
-        if shards[-1] and sum(sizes[n] for n in shards[-1]) + sizes[name] > SHARD:
-            shards.append([])
-        shards[-1].append(name)
-    for i, names in enumerate(shards):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        names.sort(key=lambda name: -precision(name).itemsize)  # wide ones first keeps every tensor aligned
-        header, end = {"__metadata__": {"format": "pt"}}, 0
-        for name in names:
-            header[name] = {"dtype": codes[precision(name)], "shape": tensors[name].shape, "data_offsets": [end, end := end + sizes[name]]}
-        head = json.dumps(header, separators=(",", ":")).encode()
-        head += b" " * (-len(head) % 8)
-        with open(folder / file, "wb") as f:  # save_file of safetensors would hold a shard in memory
-            f.write(struct.pack("<Q", len(head)) + head)
-            for name in names:
-                for piece in tensors[name].load().flatten().split(PIECE):
-                    progress.update(f.write(piece.to(precision(name)).view(torch.uint8).numpy()))
-        where |= dict.fromkeys(names, file)
-    if more:
-        save_file(more, folder / ROUTING)
-        where |= dict.fromkeys(more, ROUTING)
-        sizes |= {name: t.nbytes for name, t in more.items()}
-    if len(set(where.values())) > 1:
-        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(where.items()))})
+def write_file(file, tensors, progress):
+    """Write {name: Stored} as a safetensors file, piece by piece: save_file of safetensors would hold all that is cast, and show nothing for a while."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    tensors = dict(sorted(tensors.items(), key=lambda item: -DTYPES[item[1].dtype].itemsize))  # wide ones first keeps every tensor aligned
+    for name, t in tensors.items():
+        header[name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": [end, end := end + t.nbytes]}
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    with open(file, "wb") as f:
+        f.write(struct.pack("<Q", len(head)) + head)
+        for t in tensors.values():
+            for piece in t.load().flatten().split(PIECE):
+                progress.update(f.write(piece.to(DTYPES[t.dtype]).view(torch.uint8).numpy()))
+
+
+def write_tensors(folder, tensors, routing=None):
+    """Write {name: Stored} as model.safetensors, or as shards of up to SHARD bytes and an index; in their order, so that each file is read once
+    from end to end. routing {name: tensor} goes into ROUTING, which the index then lists, too. Returns the bytes of the former."""
+    size, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(folder).free
+    if free < size:
+        raise UserError(f"the model needs {size / 1e9:,.1f} GB and the disk of {folder.parent} has {free / 1e9:,.1f} GB left: make room, or give another place")
+    shards, room = [{}], SHARD
+    for name, t in tensors.items():
+        if shards[-1] and t.nbytes > room:
+            shards.append({})
+            room = SHARD
+        shards[-1][name] = t
+        room -= t.nbytes
+    files = {f"model-{i:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors": shard for i, shard in enumerate(shards, 1)}
+    with tqdm(total=size, desc="writing", unit="B", unit_scale=True, dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30) as progress:
+        for file, shard in files.items():
+            write_file(folder / file, shard, progress)
+    if routing:
+        save_file(routing, folder / ROUTING)
+        files[ROUTING] = routing
+    if len(files) > 1:
+        where = {name: file for file, held in files.items() for name in held}
+        index = {"metadata": {"total_size": sum(t.nbytes for held in files.values() for t in held.values())}, "weight_map": dict(sorted(where.items()))}
+        write_json(folder / "model.safetensors.index.json", index)
+    return size
 
 
 def write_json(file, content):
@@ -369,10 +382,6 @@ def provenance(file):
     revision, tag = noted.read_text().split()[:2] if noted.exists() else (None, None)
     small = file.suffix == ".json"
     return {"bytes": file.stat().st_size, "hub_revision": revision, "hub_tag": tag} | ({"sha256": hashlib.sha256(file.read_bytes()).hexdigest()} if small else {})
-
-
-def bar(size, what):
-    return tqdm(total=size, unit="B", unit_scale=True, desc=what, dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30)
 
 
 # ---- import, export --------------------------------------------------------------------------------------------------
@@ -393,13 +402,14 @@ def import_(args):
         raise UserError(error) from error
 
     routing = given or identity(config)
-    size, numel, added = sum(t.size() for t in trunk.values()), sum(math.prod(t.shape) for t in trunk.values()), sum(t.numel() for t in routing.values())
-    precisions = {code: sum(t.dtype == code for t in trunk.values()) for code in {t.dtype for t in trunk.values()}}
-    with new_folder(args.dst, size + 8 * added) as part, bar(size, "import") as progress:
-        write_tensors(part, trunk, progress, more=routing)
-        origin = {"source": str(src.absolute()), "config": side.hf, "files": {f.name: provenance(f) for f in side.files}, "tensors": len(side.tensors), "precisions": precisions,
+    numel, added = (sum(math.prod(t.shape) for t in tensors.values()) for tensors in (trunk, routing))
+    precisions = Counter(t.dtype for t in trunk.values())
+    with new_folder(args.dst) as part:
+        size = write_tensors(part, trunk, routing)
+        files = sorted(f for kind in ("config.json", "model.safetensors.index.json", "*.safetensors") for f in src.glob(kind))
+        origin = {"source": str(src.absolute()), "config": side.hf, "files": {f.name: provenance(f) for f in files}, "tensors": len(side.tensors), "precisions": precisions,
                   "added": [] if given else sorted(routing), "left_out": side.dropped}  # fmt: skip
-        param_dtype = str(DTYPES[max(precisions, key=precisions.get)]).removeprefix("torch.")
+        param_dtype = PRECISIONS[precisions.most_common(1)[0][0]]
         write_json(part / "meta.json", {"step": 0, "model_config": asdict(config), "train_config": {"param_dtype": param_dtype}, "params": {"total": numel + added, "routing": added},
                                         "data": {"dataset": None, "tokenizer": side.tokenizer}, "origin": origin})  # fmt: skip
     said = ", ".join(f"{n} in {code}" for code, n in precisions.items())
@@ -429,31 +439,29 @@ TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 def export(args):
     side = open_ours(args.src, args.weights)
-    config, dtype = side.config, None if args.dtype == "same" else getattr(torch, args.dtype)
+    config, kind = side.config, KINDS[side.kind]
     if config.residual not in ("baseline", "delta"):
         raise UserError(f"{side.path} is residual={config.residual}, whose sublayers read something else than the sum: no class of transformers computes that; only baseline and delta have an export")
-    trunk, routing = {hf_name(name): t for name, t in side.trunk.items()}, {name: t.float() for name, t in side.routing.items()}
-    stored = {DTYPES[t.dtype] for t in trunk.values()}
-    c = hf_config(side, dtype or (stored.pop() if len(stored) == 1 else None))
-    kind, size = c["model_type"], sum(t.size(dtype) for t in trunk.values())
+    code = {name: code for code, name in PRECISIONS.items()}.get(args.dtype)
+    trunk = {hf_name(name): replace(t, dtype=code or t.dtype) for name, t in side.trunk.items()}
+    routing = {name: t.float() for name, t in side.routing.items()}
+    c = hf_config(side, {t.dtype for t in trunk.values()})
     base = Path(side.origin.get("source", "/nowhere"))
     copied = [f for f in TOKENIZER_FILES if (base / f).is_file()]
-    with new_folder(args.dst, size + 4 * sum(t.numel() for t in routing.values())) as part, bar(size, "export") as progress:
-        write_tensors(part, trunk, progress, dtype)
+    with new_folder(args.dst) as part:
+        size = write_tensors(part, trunk)
         for f in copied:
             shutil.copyfile(base / f, part / f)
         if routing:
-            c |= {"model_type": ROUTED + kind, "architectures": ["DeltaRouted" + KINDS[kind]],
-                  "depth_routing": {k: getattr(config, k) for k in ("residual", "route_heads", "delta_blocks", "delta_recursive")}}  # fmt: skip
             gate = routing["residual.gate"]
             save_file(routing, part / ROUTING, {"format": "pt"})
-            (part / "README.md").write_text(EXPORT_README.format(kind=KINDS[kind], gate=gate.abs().max().item(), routing=ROUTING, blocks=config.delta_blocks, heads=config.route_heads,
+            (part / "README.md").write_text(EXPORT_README.format(kind=kind, gate=gate.abs().max().item(), routing=ROUTING, blocks=config.delta_blocks, heads=config.route_heads,
                                                                  sites=len(gate), difference=DIFFERENCE[config.delta_recursive]))  # fmt: skip
         write_json(part / "config.json", c)
-    print(f"{args.dst}: {len(trunk)} tensors, {size / 1e9:,.2f} GB, {args.weights} weights of {side.path}, in {args.dtype if dtype else 'the precision they had'}")
+    print(f"{args.dst}: {len(trunk)} tensors, {size / 1e9:,.2f} GB, {args.weights} weights of {side.path}, in {args.dtype if code else 'the precision they had'}")
     print(f"tokenizer   {', '.join(copied)} copied from {base}" if copied else "tokenizer   no files of it are at hand: copy them from the base model's folder")
     if routing:
-        print(f"routing     in {ROUTING}; transformers does not know it, so its Auto classes refuse this folder, and {KINDS[kind]} loads the trunk alone, which is another model: see its README.md")
+        print(f"routing     in {ROUTING}; transformers does not know it, so its Auto classes refuse this folder, and {kind} loads the trunk alone, which is another model: see its README.md")
 
 
 DIFFERENCE = {False: "the stream at its end minus the stream at its start",
@@ -482,56 +490,49 @@ The stream itself stays x <- x + f(h).
 
 
 # ---- verify ----------------------------------------------------------------------------------------------------------
-def fill(module, tensors, device, dtype):
-    """Give a module on the meta device its weights, of {name in it: Stored}."""
-    module.load_state_dict({name: tensors[name].load().to(device).to(dtype) for name, _ in module.named_parameters()}, assign=True)
+def fill(module, tensors, prefix, device, dtype):
+    """Give a module on the meta device its weights, of {prefix and name in it: Stored}."""
+    module.load_state_dict({name: tensors[prefix + name].load().to(device).to(dtype) for name, _ in module.named_parameters()}, assign=True)
     return module
 
 
-def within(prefix, tensors):
-    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+def steps(items, what, unit):
+    return tqdm(items, desc=what, unit=unit, leave=False, disable=not sys.stderr.isatty())
 
 
-def layers(items, what):
-    return tqdm(items, desc=what, unit="layer", leave=False, disable=not sys.stderr.isatty())
-
-
-def last_stream(side, idx, device, dtype, kernel="auto", residual=None):
-    """What the output head reads, [1, T, D], by this repository's layers; one of them is in memory at a time. residual: another than its own."""
-    config = replace(side.config, residual=residual or side.config.residual)
+def last_stream(side, idx, device, dtype, kernel="auto"):
+    """What the output head reads, [1, T, D], by this repository's layers; one of them is in memory at a time."""
+    config = side.config
     with torch.device("meta"):
         model = GPT(config, choose_kernel(kernel if config.residual == "delta" else "auto", config, device, dtype)[0])
-    fill(model.residual, within("residual.", side.tensors), device, torch.float32)
+    fill(model.residual, side.tensors, "residual.", device, torch.float32)
     memory = model.residual.start(F.embedding(idx.cpu(), side.tensors["embed.weight"].load()).to(device, dtype))
     rope = rope_tables(config, idx.size(1), device)
-    for i, layer in enumerate(layers(model.layers, f"{side.path.name}, {config.residual}, {dtype}")):
-        fill(layer, within(f"layers.{i}.", side.tensors), device, dtype)
+    for i, layer in enumerate(steps(model.layers, f"{side.path.name}, {config.residual}, {dtype}", "layer")):
+        fill(layer, side.tensors, f"layers.{i}.", device, dtype)
         memory.write(layer.attn(memory.read(), rope))
         memory.write(layer.mlp(memory.read()))
         layer.to("meta")
-    return fill(model.norm, within("norm.", side.tensors), device, dtype)(memory.output())
+    return fill(model.norm, side.tensors, "norm.", device, dtype)(memory.output())
 
 
 def last_stream_of_transformers(side, idx, device, dtype):
     """The same by the layers of transformers, from config.json and the tensors under their own names: no arithmetic here is shared with ours."""
-    from transformers.models.llama import modeling_llama
-    from transformers.models.qwen3 import modeling_qwen3
-
-    module, kind = {"llama": (modeling_llama, "Llama"), "qwen3": (modeling_qwen3, "Qwen3")}[side.hf["model_type"]]
+    module, kind = importlib.import_module(f"transformers.models.{side.kind}.modeling_{side.kind}"), KINDS[side.kind].removesuffix("ForCausalLM")
     config = getattr(module, f"{kind}Config").from_dict(side.hf)
     config._attn_implementation = "sdpa"  # causal where no mask is given
     stored = {t.name: t for t in side.tensors.values()}
     positions = torch.arange(idx.size(1), device=device)[None]
     x = F.embedding(idx.cpu(), stored["model.embed_tokens.weight"].load()).to(device, dtype)
     rope = getattr(module, f"{kind}RotaryEmbedding")(config).to(device)(x, positions)
-    for i in layers(range(config.num_hidden_layers), f"{side.path.name}, transformers, {dtype}"):
+    for i in steps(range(config.num_hidden_layers), f"{side.path.name}, transformers, {dtype}", "layer"):
         with torch.device("meta"):
             layer = getattr(module, f"{kind}DecoderLayer")(config, i)
-        out = fill(layer, within(f"model.layers.{i}.", stored), device, dtype)(x, attention_mask=None, position_ids=positions, position_embeddings=rope)
+        out = fill(layer, stored, f"model.layers.{i}.", device, dtype)(x, attention_mask=None, position_ids=positions, position_embeddings=rope)
         x = out[0] if isinstance(out, tuple) else out
     with torch.device("meta"):
         norm = getattr(module, f"{kind}RMSNorm")(config.hidden_size, eps=config.rms_norm_eps)
-    return fill(norm, within("model.norm.", stored), device, dtype)(x)
+    return fill(norm, stored, "model.norm.", device, dtype)(x)
 
 
 def compare_logits(a, side_a, b, side_b, rows=8192):
@@ -554,9 +555,9 @@ def verify(args):
         raise UserError(f"--length={args.length} must be at least 1, --tolerance={args.tolerance} at least 0")
     device, wanted = check_device(args.device), getattr(torch, args.dtype)
     src, dst = open_side(args.src, args.weights), open_side(args.dst, args.weights)
-    differ = [f"{k} {a} and {b}" for k in ("vocab_size", "n_embd") if (a := getattr(src.config, k)) != (b := getattr(dst.config, k))]
-    if differ:
-        raise UserError(f"{args.src} and {args.dst} are not the same model: {', '.join(differ)}")
+    for key in ("vocab_size", "n_embd"):
+        if (a := getattr(src.config, key)) != (b := getattr(dst.config, key)):
+            raise UserError(f"{args.src} and {args.dst} are not the same model: {key} {a} and {b}")
     try:
         choose_kernel(args.kernel, (src if dst.config.residual == "baseline" else dst).config, device, wanted)
     except ValueError as error:
@@ -566,48 +567,47 @@ def verify(args):
     longest = min(src.config.block_size, dst.config.block_size)
     print(f"text        {what}: positions 0..{idx.size(1) - 1}" + (f", beyond the context of {longest:,} that was configured" if idx.size(1) > longest else ""))
 
-    common, equal = [name for name in src.trunk if name in dst.trunk], 0
-    with bar(sum(src.trunk[name].size() for name in common), "tensors") as progress:
-        for name in common:
-            equal += same_bytes(src.trunk[name], dst.trunk[name])
-            progress.update(src.trunk[name].size())
+    common = [name for name in src.trunk if name in dst.trunk]
+    equal = sum(same_bytes(src.trunk[name], dst.trunk[name]) for name in steps(common, "comparing", "tensor"))
     print(f"tensors     {equal} of {len(common)} of the trunk's are equal bit for bit")
 
-    theirs = [side for side in (src, dst) if side.hf and side.config.residual == "baseline"]
     try:
-        version = importlib.metadata.version("transformers") if theirs else None
+        version, note = importlib.metadata.version("transformers"), ""
     except importlib.metadata.PackageNotFoundError:
         version, note = None, "; this checks the tensors and not the arithmetic: pip install transformers for that"
-    by = [f"transformers {version}" if version and side in theirs else f"this repository's layers, {side.config.residual}" for side in (src, dst)]
-    print(f"computed    on {device}, by {' | '.join(by)}" + (note if theirs and not version else ""))
+    theirs = lambda side: side.hf and side.config.residual == "baseline"  # transformers has layers for it
+    by = lambda side: f"transformers {version}" if version and theirs(side) else f"this repository's layers, {side.config.residual}"
+    print(f"computed    on {device}, by {by(src)} | {by(dst)}" + (note if theirs(src) or theirs(dst) else ""))
 
     def stream(side, dtype):
-        return last_stream_of_transformers(side, idx, device, dtype) if version and side in theirs else last_stream(side, idx, device, dtype, args.kernel)
+        return last_stream_of_transformers(side, idx, device, dtype) if version and theirs(side) else last_stream(side, idx, device, dtype, args.kernel)
 
     failed, exact = [], None
     for dtype in dict.fromkeys([wanted] if args.tolerance is not None else [torch.float32, wanted]):
-        a, b = stream(src, dtype), stream(dst, dtype)
+        a, b, name = stream(src, dtype), stream(dst, dtype), str(dtype).removeprefix("torch.")
         deviation, largest, same = compare_logits(a, src, b, dst)
         allowed, why = (1e-4 if args.tolerance is None else args.tolerance) * max(1.0, largest), ""
         if exact is not None:
             cost = compare_logits(a, src, exact, src)[0]
             allowed, why = 3 * cost, f": 3 times the {cost:.3g} by which SRC in bfloat16 is off itself in float32"
-        exact, name = a, str(dtype).removeprefix("torch.")
+        exact = a
         print(f"{name:12}maximum deviation {deviation:.3g} (largest logit {largest:.3g}, {allowed:.3g} allowed{why}); the same best token at {same} of {idx.size(1)} positions")
-        failed += [f"the logits deviate by {deviation:.3g} in {name}, over the {allowed:.3g} allowed"] * (not deviation <= allowed)
+        if not deviation <= allowed:
+            failed.append(f"the logits deviate by {deviation:.3g} in {name}, over the {allowed:.3g} allowed")
 
     if dst.config.residual == "delta":
-        gates = dst.tensors["residual.gate"].load()
-        own = compare_logits(last_stream(dst, idx, device, wanted, residual="baseline"), dst, b, dst)[0]
+        gates, unrouted = dst.routing["residual.gate"], replace(dst, config=replace(dst.config, residual="baseline"))
+        own = compare_logits(last_stream(unrouted, idx, device, wanted), dst, b, dst)[0]
         print(f"routing     {(gates == 0).sum()} of {len(gates)} gates are zero; maximum deviation from the same weights without routing {own:.3g}")
-        failed += [f"all gates are zero, yet routing moves the logits by {own:.3g}"] * (not gates.any().item() and own != 0)
+        if own != 0 and not gates.any():
+            failed.append(f"all gates are zero, yet routing moves the logits by {own:.3g}")
     if failed:
         sys.exit("error: " + "; ".join(failed))
 
 
 def token_ids(args, tokenizer, rows):
     """(ids [1, T], where they are from in words): --tokens, else --text, else this file as text, or for an unknown tokenizer drawn ids."""
-    if args.tokens == "random" or not (args.tokens or args.text is not None or tokenizer):
+    if args.tokens == "random" or not args.tokens and args.text is None and tokenizer is None:
         return torch.randint(rows, (1, args.length), generator=torch.Generator().manual_seed(0)), f"{args.length} drawn ids"
     if args.tokens:
         try:
@@ -619,15 +619,16 @@ def token_ids(args, tokenizer, rows):
         return torch.tensor([ids]), f"the {len(ids)} ids given"
     if tokenizer is None:
         raise UserError(f"no tokenizer is known for {rows:,} rows: give ids, --tokens=1,2,3")
-    file = Path(__file__ if args.text is None else args.text)
-    text = file.read_text() if file.is_file() else args.text
+    text, name = __file__ if args.text is None else args.text, "the text given"
+    if os.path.isfile(text):  # Path.is_file is an error where a text is too long for a name
+        text, name = Path(text).read_text(errors="replace"), Path(text).name
     try:
         ids = load_tokenizer(tokenizer).encode(text).astype("int64")[: args.length]
     except UserError as error:
         raise UserError(f"{error}; or give ids, --tokens=1,2,3 or --tokens=random") from error
     if not len(ids):
         raise UserError("--text is empty: give some, or a file of it")
-    return torch.from_numpy(ids)[None], f"{len(ids)} {tokenizer} tokens of {file.name if file.is_file() else 'the text given'}"
+    return torch.from_numpy(ids)[None], f"{len(ids)} {tokenizer} tokens of {name}"
 
 
 def main():
@@ -643,7 +644,7 @@ def main():
     p.add_argument("src", metavar="SRC", help="CKPT")
     p.add_argument("dst", metavar="DST", help="folder to make")
     p.add_argument("--weights", choices=["raw", "ema"], default="raw")
-    p.add_argument("--dtype", choices=["same", "float32", "bfloat16", "float16"], default="same", help="same: as in the checkpoint, bit for bit")
+    p.add_argument("--dtype", choices=["same", *PRECISIONS.values()], default="same", help="same: as in the checkpoint, bit for bit")
     p = commands.add_parser("verify", help="the logits of two folders, of either kind; exit code 1 if they deviate")
     p.add_argument("src", metavar="SRC")
     p.add_argument("dst", metavar="DST")

@@ -43,7 +43,11 @@ from train import check_device, read_meta, the_checkpoint
 PAPER = {"mmlu": (5, "acc,none"), "gpqa_main_zeroshot": (0, "acc,none"), "gsm8k": (5, "exact_match,strict-match"), "minerva_math": (4, "math_verify,none"),
          "humaneval": (0, "pass@1,create_test"), "mbpp": (3, "pass_at_1,none")}  # fmt: skip
 FULL = ["wikitext", "lambada_openai", "hellaswag"]  # --protocol=full: Table 2's tasks as the harness defines them, whole
-HUB = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test"), "lambada": ("cimec/lambada", "plain_text", "test"), "hellaswag": ("Rowan/hellaswag", "default", "validation")}
+HUB = {  # --protocol=paper: dataset, configuration, split, columns
+    "wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test", ["text"]),
+    "lambada": ("cimec/lambada", "plain_text", "test", ["text"]),
+    "hellaswag": ("Rowan/hellaswag", "default", "validation", ["ctx", "endings", "label"]),
+}
 
 
 # ---- Measures and their comparison -----------------------------------------------------------------------------------------------------------------
@@ -119,13 +123,24 @@ def answer_head(n_ids, x, weight, targets, z_loss):
 
 
 class Checkpoint:
-    """A model on its device, its Text (None: it is given ids alone), and how it is asked. Log-probabilities are fp32.
-    cut: how many inputs lost something at the left; shortened: how many were allowed fewer new tokens than they asked for."""
+    """A checkpoint and how its model, which load() brings, is asked. text: its Text (None: it is given ids alone); cut: how many inputs lost
+    something at the left; shortened: how many were allowed fewer new tokens than they asked for."""
 
-    def __init__(self, path, text, args):
-        self.text, self.device, self.batch_size = text, check_device(args.device), args.batch_size
-        self.model, self.meta, self.autocast = load_for_inference(path, self.device, args.weights, args.dtype)
-        self.block_size, self.cut, self.shortened, self.first_ids = context_of(self.meta, args), 0, 0, None
+    def __init__(self, path, args):
+        self.path, self.folder = path, the_checkpoint(path)  # from now on the folder: a run that is still training has a newer one by then
+        if args.weights == "ema" and not any(self.folder.glob("ema.safetensors*")):
+            raise UserError(f"{self.folder} has no ema.safetensors: it was trained without --ema_decay=, use --weights=raw")
+        self.meta = read_meta(self.folder)
+        self.tokenizer, self.dataset = args.tokenizer or self.meta["data"]["tokenizer"], args.dataset or self.meta["data"]["dataset"]
+        own = self.meta["model_config"]["block_size"]
+        if args.block_size is not None and not 1 <= args.block_size <= own:
+            raise UserError(f"--block_size={args.block_size}: the checkpoint's context is {own}; give at most that")
+        self.block_size, self.batch_size, self.device = args.block_size or own, args.batch_size, check_device(args.device)
+        self.text, self.cut, self.shortened, self.first_ids = None, 0, 0, None
+
+    def load(self, args):
+        """Take the model to the device."""
+        self.model, _, self.autocast = load_for_inference(self.folder, self.device, args.weights, args.dtype)
 
     @torch.no_grad()
     def score(self, pairs, what, n_ids=None):
@@ -147,13 +162,12 @@ class Checkpoint:
                 batch = order[first : first + self.batch_size]
                 width = max(1, len(batch[0]))
                 idx = torch.tensor([ids + (0,) * (width - len(ids)) for ids in batch], device=self.device)
-                which, rows, inputs, answers = zip(*((i, row, ids, answer) for row, ids in enumerate(batch) for i, answer in asked[ids]))
-                places = [(row, len(ids) - len(answer) + j, id) for row, ids, answer in zip(rows, inputs, answers) for j, id in enumerate(answer)]
-                targets = torch.tensor(places, dtype=torch.int64, device=self.device).view(-1, 3).T
+                answers = [(i, row, len(ids) - len(answer), answer) for row, ids in enumerate(batch) for i, answer in asked[ids]]
+                targets = [(row, begin + j, id) for _, row, begin, answer in answers for j, id in enumerate(answer)]
                 with self.autocast():
-                    logp, greedy = self.model(idx, targets)
-                sizes = [len(answer) for answer in answers]
-                for i, p, g in zip(which, logp.cpu().split(sizes), greedy.cpu().split(sizes)):
+                    logp, greedy = self.model(idx, torch.tensor(targets, dtype=torch.int64, device=self.device).view(-1, 3).T)
+                sizes = [len(answer) for *_, answer in answers]
+                for (i, *_), p, g in zip(answers, logp.cpu().split(sizes), greedy.cpu().split(sizes)):
                     scored[i] = p.numpy(), bool(g.all())
                 bar.update(len(batch))
         return scored
@@ -169,12 +183,11 @@ class Checkpoint:
         with self.autocast():
             for token in generate(self.model, idx, new, self.text.n_ids, *how, generator, start):
                 for row, id in enumerate(token.tolist()):
-                    if running[row] and id != self.text.eot:
+                    running[row] &= id != self.text.eot
+                    if running[row]:
                         texts[row].append(id)
                         end = self.text.decode(texts[row][-tail:])
                         running[row] = not any(s in end for s in stops)
-                    else:
-                        running[row] = False
                 if not any(running):
                     break
         texts = [self.text.decode(ids) for ids in texts]
@@ -183,13 +196,6 @@ class Checkpoint:
 
 def progress(total, what, unit):
     return tqdm(total=total, desc=what, unit=unit, dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30)
-
-
-def context_of(meta, args):
-    own = meta["model_config"]["block_size"]
-    if args.block_size is not None and not 1 <= args.block_size <= own:
-        raise UserError(f"--block_size={args.block_size}: the checkpoint's context is {own}; give at most that")
-    return args.block_size or own
 
 
 # ---- (a) Held-out loss -----------------------------------------------------------------------------------------------------------------------------
@@ -220,16 +226,15 @@ def protocol_data(folder):
     from datasets import load_dataset
 
     rows = {}
-    for name, (hub, config, split) in HUB.items():
-        kind = next((kind for kind in ("jsonl", "parquet") if folder and Path(folder, f"{name}.{kind}").is_file()), None)
-        if folder and kind is None:
-            raise UserError(f"--protocol_data={folder} has no {name}.jsonl or {name}.parquet: put it there, or leave the flag away to take all from the hub")
+    for name, (hub, config, split, columns) in HUB.items():
+        how = {"path": hub, "name": config, "split": split}
+        if folder:
+            kind = next((kind for kind in ("jsonl", "parquet") if Path(folder, f"{name}.{kind}").is_file()), None)
+            if kind is None:
+                raise UserError(f"--protocol_data={folder} has no {name}.jsonl or {name}.parquet: put it there, or leave the flag away to take all from the hub")
+            how = {"path": kind.removesuffix("l"), "data_files": f"{folder}/{name}.{kind}", "split": "train"}
         try:
-            if folder:
-                found = load_dataset(kind.removesuffix("l"), data_files=f"{folder}/{name}.{kind}", split="train")
-            else:
-                found = load_dataset(hub, config, split=split)
-            rows[name] = found.select_columns(["ctx", "endings", "label"] if name == "hellaswag" else ["text"]).to_list()
+            rows[name] = load_dataset(**how).select_columns(columns).to_list()
         except Exception as error:  # no network, a damaged file, another column: one remedy
             raise UserError(f"{name} cannot be read from {folder or hub} ({first_line(error)}): give --protocol_data= a folder with wikitext, lambada and hellaswag as .jsonl or .parquet") from error
     return rows
@@ -253,8 +258,8 @@ def paper_protocol(ckpt, rows, limit):
 
     items = rows["hellaswag"][: most(200)]
     pairs = [(ckpt.text.encode(item["ctx"]), ckpt.text.encode(f" {ending}", bos=False)) for item in items for ending in item["endings"]]
-    scored = ckpt.score([(context[-max(1, 512 - len(answer)) :], answer) for context, answer in pairs], "paper protocol: HellaSwag")
-    means = iter([logp.mean() for logp, _ in scored])
+    pairs = [(context[-max(1, 512 - len(answer)) :], answer) for context, answer in pairs]
+    means = (logp.mean() for logp, _ in ckpt.score(pairs, "paper protocol: HellaSwag"))
     right = [np.argmax([next(means) for _ in item["endings"]]) == int(item["label"]) for item in items]
     hellaswag = Measure({i: (float(r), 1) for i, r in enumerate(right)})
     return {"WikiText-2 loss": wikitext, "WikiText-2 perplexity": Measure({}, math.exp(wikitext.value)), "LAMBADA accuracy": lambada, "HellaSwag accuracy": hellaswag}
@@ -384,47 +389,32 @@ def run_task(ckpt, name, tasks, args):
 
 
 # ---- All of it -------------------------------------------------------------------------------------------------------------------------------------
-def comparable(metas, args):
-    """UserError unless losses per token of these checkpoints {path: meta} mean the same."""
-    known = {path: {"tokenizer": args.tokenizer or meta["data"]["tokenizer"], "context": context_of(meta, args), "dataset": args.dataset or meta["data"]["dataset"]}
-             for path, meta in metas.items()}  # fmt: skip
-    (first, a), *others = known.items()
-    remedies = {"tokenizer": "evaluate them one by one", "context": f"give --block_size={min(k['context'] for k in known.values())}", "dataset": "give --dataset= one for all"}
-    for path, b in others:
-        for what, remedy in remedies.items():
-            if a[what] != b[what] and (args.windows or what != "dataset"):
-                raise UserError(f"{first} and {path} differ in their {what} ({a[what]}, {b[what]}), their losses do not compare: {remedy}")
+def comparable(ckpts, args):
+    """UserError unless losses per token of these checkpoints mean the same."""
+    first, *others = ckpts
+    smallest = min(ckpt.block_size for ckpt in ckpts)
+    for other in others:
+        for what, a, b, remedy in [
+            ("tokenizer", first.tokenizer, other.tokenizer, "evaluate them one by one"),
+            ("context", first.block_size, other.block_size, f"give --block_size={smallest}"),
+            ("dataset", first.dataset, other.dataset, "give --dataset= one for all"),
+        ]:
+            if a != b and (args.windows or what != "dataset"):
+                raise UserError(f"{first.path} and {other.path} differ in their {what} ({a}, {b}), their losses do not compare: {remedy}")
 
 
-def open_val(metas, args):
+def open_val(ckpts):
     """The val.bin to evaluate on: --dataset=, or the one that the checkpoints were trained on."""
-    first, meta = next(iter(metas.items()))
-    name = args.dataset or meta["data"]["dataset"]
-    if name is None:
-        raise UserError(f"{first} was imported and knows no dataset: give --dataset= a name under data/ or a folder of prepare_data.py")
-    folder = find_dataset(name)
+    if ckpts[0].dataset is None:
+        raise UserError(f"{ckpts[0].path} was imported and knows no dataset: give --dataset= a name under data/ or a folder of prepare_data.py")
+    folder = find_dataset(ckpts[0].dataset)
     val, train = (open_bin(folder / f"{split}.bin") for split in ("val", "train"))
-    for path, meta in metas.items():
-        known = args.tokenizer or meta["data"]["tokenizer"]
-        if known not in (None, val.header["tokenizer"]) or meta["model_config"]["vocab_size"] < val.header["vocab"]:
-            raise UserError(f"{folder} holds {val.header['tokenizer']} tokens, which are not those of {path} ({known}): give --dataset= another")
-        if meta["data"].get("sha256") not in (None, train.header["sha256"]):
-            print(f"note: {path} was trained on other data than {folder}/train.bin: whether val.bin is new to it, you must know")
+    for ckpt in ckpts:
+        if ckpt.tokenizer not in (None, val.header["tokenizer"]) or ckpt.meta["model_config"]["vocab_size"] < val.header["vocab"]:
+            raise UserError(f"{folder} holds {val.header['tokenizer']} tokens, which are not those of {ckpt.path} ({ckpt.tokenizer}): give --dataset= another")
+        if ckpt.meta["data"].get("sha256") not in (None, train.header["sha256"]):
+            print(f"note: {ckpt.path} was trained on other data than {folder}/train.bin: whether val.bin is new to it, you must know")
     return val
-
-
-def read_metas(args):
-    """{path: its checkpoint's folder} and {path: its meta.json} of the checkpoints."""
-    folders, metas = {}, {}
-    for path in args.ckpts:
-        if path in metas:
-            raise UserError(f"{path} is given twice: leave one out")
-        folder = folders[path] = the_checkpoint(path)
-        if args.weights == "ema" and not any(folder.glob("ema.safetensors*")):
-            raise UserError(f"{folder} has no ema.safetensors: it was trained without --ema_decay=, use --weights=raw")
-        metas[path] = read_meta(folder)
-        context_of(metas[path], args)
-    return folders, metas
 
 
 def arguments():
@@ -449,6 +439,8 @@ def arguments():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of compute; default: bfloat16 on CUDA, else float32")
     args = parser.parse_args()
+    if twice := [path for path in args.ckpts if args.ckpts.count(path) > 1]:
+        raise UserError(f"{twice[0]} is given twice: leave one out")
     if args.windows not in (None, "all", "documents") and not (args.windows.isdecimal() and int(args.windows)):
         raise UserError(f"--windows={args.windows} is none of a number, all and documents")
     if args.batch_size < 1 or args.limit is not None and args.limit < 1 or args.seed < 0 or (args.num_fewshot or 0) < 0:
@@ -478,7 +470,7 @@ def evaluate(ckpt, val, rows, tasks, args):
     """({title: Measure}, {task: the harness's own results}) of all that was asked for."""
     found, details = {}, {}
     if val:
-        title = {"all": "all windows", "documents": "documents"}.get(args.windows, f"{args.windows} windows")
+        title = args.windows + " windows" * (args.windows != "documents")
         found |= {f"held out, {title}: {k}": m for k, m in held_out(ckpt, val, args.windows, args.limit).items()}
         ckpt.first_ids = None
     if rows:
@@ -490,20 +482,22 @@ def evaluate(ckpt, val, rows, tasks, args):
 
 
 def main():
-    args = arguments()
-    check_device(args.device)  # what can be wrong is found out before anything is computed
-    out, (folders, metas) = new_file(args.out), read_metas(args)
+    args = arguments()  # what can be wrong is found out before anything is computed
+    out, ckpts = new_file(args.out), [Checkpoint(path, args) for path in args.ckpts]
     if args.windows or args.protocol:
-        comparable(metas, args)
-    texts = {path: load_text(path, meta, args) if args.tasks or args.protocol else None for path, meta in metas.items()}
-    val = open_val(metas, args) if args.windows else None
+        comparable(ckpts, args)
+    if args.tasks or args.protocol:
+        for ckpt in ckpts:
+            ckpt.text = load_text(ckpt.path, ckpt.meta, args)
+    val = open_val(ckpts) if args.windows else None
     rows = protocol_data(args.protocol_data) if args.protocol == "paper" else None
     tasks = load_tasks(args.tasks, args) if args.tasks else {}
 
     report = {"command": sys.argv[1:], "torch": torch.__version__, "lm_eval": importlib.metadata.version("lm_eval") if tasks else None, "checkpoints": {}, "comparisons": []}
     measures, first = {}, args.ckpts[0]
-    for path, text in texts.items():
-        ckpt = Checkpoint(folders[path], text, args)  # not the path: a run that is still training has a newer one by now
+    for ckpt in ckpts:
+        path, text = ckpt.path, ckpt.text
+        ckpt.load(args)
         found, details = evaluate(ckpt, val, rows, tasks, args)
         measures[path] = found
         report["checkpoints"][path] = {
@@ -517,11 +511,11 @@ def main():
         if text:
             print(f"{path}: prefix token {text.prefix}{' before every prompt' * (text.prefix == text.bos)}, request 0 begins with {ckpt.first_ids}; "
                   f"{ckpt.cut} inputs cut at the left, {ckpt.shortened} allowed fewer new tokens than their task asks for, to fit into {ckpt.block_size}")  # fmt: skip
-        for k, m in found.items() if path != first else ():
-            if m.items and m.items.keys() == measures[first][k].items.keys():
+        for k, m in found.items():
+            if path != first and m.items and m.items.keys() == measures[first][k].items.keys():
                 report["comparisons"].append({"first": first, "this": path, "measure": k} | compare(measures[first][k], m, args.seed))
         out.write_text(json.dumps(report, indent=1, default=str))  # after each checkpoint: an hour's work is not lost with the next one's
-        del ckpt
+        ckpt.model = None  # the next one needs its memory
 
     show = lambda m: f"{m.value:.4f}" + (f" ± {m.stderr:.4f}" if m.stderr is not None else "")
     print("\n" + table(["", "items", *args.ckpts], [[k, len(m.items) or "", *(show(measures[p][k]) for p in args.ckpts)] for k, m in measures[first].items()]))

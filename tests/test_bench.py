@@ -42,6 +42,21 @@ def test_a_floor_that_could_not_be_measured(capsys):
     assert "out of memory" in capsys.readouterr().out
 
 
+def test_without_triton(tmp_path):
+    (tmp_path / "triton.py").write_text("raise ImportError('hidden by this test')")
+    out = tmp_path / "bench.json"
+    printed = run("--part=routing", "--method=eager,ours", f"--out={out}", PYTHONPATH=str(tmp_path))
+    rows = json.loads(out.read_text())["routing toy paper"]
+    assert rows["eager"]["forward"] > 0 and rows["ours"] == dict(note="not run: triton is not installed") and "not run" in printed
+
+
+def test_a_model_whose_kernels_cannot_run_is_a_note(monkeypatch):
+    import bench
+    monkeypatch.setattr(bench, "CUDA", True)
+    monkeypatch.setattr(bench, "choose_kernel", lambda *args: ("torch", "no such luck"))
+    assert bench.attempt(bench.decode, "toy", "mhar") == dict(note="not run: no such luck")
+
+
 @pytest.mark.parametrize("flags, words", [
     (["--scale=100M"], ["--scale=100M needs a CUDA GPU", "--scale=toy"]),
     (["--scale=huge"], ["--scale=huge is not known", "100M"]),

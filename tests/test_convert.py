@@ -242,6 +242,20 @@ def test_verify_fails_one_changed_bit_and_open_gates(source, tmp_path, capsys):
     assert "35 of 35 of the trunk's are equal" in capsys.readouterr().out
 
 
+def test_texts_to_verify_on(source, tmp_path, capsys):
+    """A text may be longer than a file's name can be, and a file need not be UTF-8; the checkpoint says whose ids they are."""
+    convert("import", source[FIRST], tmp_path / "a")
+    meta = train.read_meta(tmp_path / "a")
+    meta["data"]["tokenizer"] = "bytes"
+    (tmp_path / "a/meta.json").write_text(json.dumps(meta))
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    for flags, words in ((["--text=" + "word " * 100, "--length=300"], "300 bytes tokens of the text given"), ([f"--text={tmp_path}/latin1.txt"], "bytes tokens of latin1.txt"),
+                         ([], "256 bytes tokens of convert_8b.py")):  # fmt: skip
+        assert convert("verify", source[FIRST], tmp_path / "a", *flags) == 0
+        assert words in capsys.readouterr().out
+    wrong(["--text is empty"], "verify", source[FIRST], tmp_path / "a", "--text=")
+
+
 # ---- out again --------------------------------------------------------------------------------------------------------------
 def test_delta_out_and_in_again(source, tmp_path):
     """transformers' Auto classes refuse an exported delta model, its class loads the trunk; imported again, nothing is lost."""
@@ -272,8 +286,8 @@ def dataset(tmp_path_factory):
     return folder / "set"
 
 
-SHORT = ["--device=cpu", "--parallel=ddp", "--block_size=32", "--batch_size=4", "--global_batch_size=8", "--max_steps=3", "--save_interval=1", "--eval_interval=1", "--keep_checkpoints=9",
-         "--eval_windows=2", "--log_interval=1"]  # fmt: skip
+SHORT = ["--device=cpu", "--parallel=ddp", "--fsdp_accumulate=whole", "--block_size=32", "--batch_size=4", "--global_batch_size=8", "--max_steps=3", "--save_interval=1",
+         "--eval_interval=1", "--keep_checkpoints=9", "--eval_windows=2", "--log_interval=1"]  # fmt: skip
 
 
 def run(*argv):
@@ -413,6 +427,7 @@ DAMAGES = [
     (reindexed(lambda m: m.pop(Q)), ["does not describe its files", Q]),
     (reindexed(lambda m: m.update({"ghost.weight": m[Q]})), ["lacks ['ghost.weight']"]),
     (reindexed(lambda m: m.update({Q: "../elsewhere.safetensors"})), ["no weight_map from tensors to files beside it"]),
+    (lambda src: (src / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}'), ["no weight_map from tensors to files beside it"]),
     (lambda src: (src / "model.safetensors.index.json").write_text("{"), ["index.json cannot be read"]),
     (lambda src: (src / "config.json").write_text("[]"), ["config.json cannot be read"]),
     (lambda src: [p.rename(p.with_suffix(".bin")) for p in src.glob("model*")], ["neither model.safetensors nor its index", "pickled"]),

@@ -3,7 +3,7 @@
 pytest tests/test_data.py
 """
 
-import contextlib, dataclasses, gzip, hashlib, importlib.util, json, os, resource, signal, subprocess, sys, time, unicodedata
+import contextlib, dataclasses, gzip, hashlib, importlib.util, io, json, os, resource, signal, subprocess, sys, time, unicodedata
 from pathlib import Path
 import numpy as np
 import pytest
@@ -178,7 +178,7 @@ def test_files_that_are_not_whole_or_not_ours(tmp_path):
         blob = data.MAGIC + json.dumps({k: v for k, v in header.items() if k != key}).encode()
         path.write_bytes(blob.ljust(4096, b"\0") + whole[4096:])
         refused(f"header is damaged .{key}")
-    for blob in (b"[]", b'"text"', b"null", b"5"):
+    for blob in (b"[]", b'"text"', b"null", b"5", b"[" * 4088):
         path.write_bytes((data.MAGIC + blob).ljust(4096, b"\0") + whole[4096:])
         refused("header")
     path.write_bytes(whole)
@@ -399,6 +399,8 @@ def test_bad_jsonl(tmp_path, content, words):
         (["--eot=97"], "not a special token"),
         (["--tokenizer=qwen3", "--eot=151642"], "151643 to 151668"),
         (["--seed=-1"], "seed"),
+        (["--size=0"], "above 0"),
+        (["--size=inf"], "above 0"),
         (["--sorce=x"], "source"),
         (["--inspect={tmp}/a.docx"], "header"),
         (["--inspect="], "names no file"),
@@ -452,6 +454,25 @@ def test_urls_are_read_like_files(tmp_path, monkeypatch, ending):
     assert payload(local) == payload(remote) and sorted(documents(local / "train.bin") + documents(local / "val.bin")) == sorted(texts)
 
 
+@pytest.mark.parametrize("part, words", [(0, "a.jsonl, after row 2: cannot be read"), (1, "a.jsonl: cannot be read")])
+def test_a_connection_that_is_lost(monkeypatch, part, words):
+    """Is told, and not asked again how many rows came before."""
+
+    class Connection(io.BytesIO):
+        lines = 2
+
+        def readline(self):
+            self.lines -= 1
+            if self.lines < 0:
+                raise RuntimeError("connection lost")
+            return super().readline()
+
+    connections = [Connection(b'{"text": "a"}\n' * 20)]
+    monkeypatch.setattr(data, "open_file", lambda path: connections.pop())
+    with pytest.raises(UserError, match=f"{words} .connection lost"):
+        list(data.Reader(data.Unit(0, 0, [("hf://a.jsonl", 280, 0)], part, 2), data.Settings()).documents())
+
+
 @pytest.mark.parametrize("args", [["--source=hub:HuggingFaceFW/fineweb-edu:sample-10BT"], ["--tokenizer=llama3"], ["--tokenizer=gpt2"]])
 def test_what_needs_the_hub_says_so_at_once(tmp_path, args):
     for name, (*_, file, _, _) in data.TOKENIZERS.items():
@@ -486,7 +507,7 @@ def test_shipped_mixes(name):
     settings, _ = data.configure([str(ROOT / f"config/{name}.py")], data.Settings)
     sources, shares, folder = data.check(settings)
     assert all(source.startswith("hub:") for source in sources) and str(folder) == "data/" + name.removeprefix("data_")
-    assert not shares or len(shares) == 30 and abs(sum(shares) - 1) < 1e-9
+    assert len(shares) == len(sources) == (30 if settings.shares else 1) and abs(sum(shares) - 1) < 1e-9
 
 
 def write_mix(path, **settings):
@@ -734,6 +755,9 @@ def test_bad_parquet(tmp_path):
     refused("int64", "--text_column")
     write(text=pyarrow.array(articles(100)).dictionary_encode())
     run(f"--source={path}", f"--out_dir={tmp_path}/dictionary")
+    write(text=pyarrow.array(articles(100), pyarrow.string_view()))
+    run(f"--source={path}", f"--out_dir={tmp_path}/view")
+    assert payload(tmp_path / "view") == payload(tmp_path / "dictionary")
     broken = pyarrow.Array.from_buffers(pyarrow.string(), 2, pyarrow.array([b"good", b"b\xffd"], pyarrow.binary()).buffers())
     write(text=pyarrow.concat_arrays([broken, pyarrow.array([None, "", *articles(100)], pyarrow.string())]))
     assert "2 empty documents left out, 1 repaired" in run(f"--source={path}", f"--out_dir={tmp_path}/out")

@@ -60,8 +60,11 @@ def main(*argv):
 
 
 def opened(path, **flags):
-    args = SimpleNamespace(**dict(device="cpu", dtype=None, weights="raw", batch_size=3, block_size=None, tokenizer=None, prefix_token="auto") | flags)
-    return Checkpoint(path, load_text(path, train.read_meta(Path(path)), args), args)
+    args = SimpleNamespace(**dict(device="cpu", dtype=None, weights="raw", batch_size=3, block_size=None, tokenizer=None, dataset=None, prefix_token="auto") | flags)
+    ckpt = Checkpoint(path, args)
+    ckpt.text = load_text(path, ckpt.meta, args)
+    ckpt.load(args)
+    return ckpt
 
 
 def uniform(folder, dataset=None):  # noqa: F811
