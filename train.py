@@ -7,6 +7,7 @@
 
 An optimizer step sees the same windows in the same order whatever the number of ranks, the micro-batch or the residual method.
 """
+import fcntl
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_type_hints
@@ -102,8 +104,8 @@ class TrainConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1")
 
 
-# What may change between two starts of one run: none of it moves a loss beyond rounding.
-FREE = {"out_dir", "resume", "batch_size", "device", "kernel", "compile", "cuda_graph", "grad_checkpoint", "parallel", "fsdp_accumulate", "eval_interval", "eval_windows", "save_interval",
+# What may change between two starts of one run: none of it moves a training loss beyond rounding. The data's checksums are compared, not its place.
+FREE = {"dataset", "out_dir", "resume", "batch_size", "device", "kernel", "compile", "cuda_graph", "grad_checkpoint", "parallel", "fsdp_accumulate", "eval_interval", "eval_windows", "save_interval",
         "keep_checkpoints", "log_interval", "tensorboard", "wandb"}  # fmt: skip
 
 
@@ -176,6 +178,9 @@ def newest_whole(out_dir):
         ckpt = there[step]
         try:
             meta = read_meta(ckpt)
+            for name, size in meta.get("files", {}).items():
+                if (ckpt / name).stat().st_size != size:
+                    raise UserError(f"{name} is not as long as it was")
             for file in [ckpt / "model.safetensors", *[ckpt / "ema.safetensors"] * bool(meta["train_config"]["ema_decay"]), *(ckpt / "optimizer").glob("*.safetensors")]:
                 with safe_open(file, "pt"):  # reads the header and compares it with the file's length
                     pass
@@ -198,7 +203,7 @@ def read_meta(ckpt):
         raise UserError(f"{ckpt / 'meta.json'} is not what train.py or convert_8b.py writes: take another checkpoint")
     data, origin = meta["data"], meta.get("origin") or {}
     known = isinstance(origin, dict) and isinstance(origin.get("config"), dict | None) and isinstance(origin.get("source", ""), str)
-    if not known or not all(isinstance(data.get(key), str | None) for key in ("dataset", "tokenizer", "sha256")):
+    if not known or not all(isinstance(data.get(key), str | None) for key in ("dataset", "tokenizer", "sha256")) or not isinstance(meta.get("files", {}), dict):
         raise UserError(f"{ckpt / 'meta.json'} does not say what data or model it is from: take another checkpoint")
     for values, kinds in ((meta, {"step": int}), (meta["model_config"], get_type_hints(GPTConfig) | {"vocab_size": int}),
                           (meta["train_config"], {"param_dtype": Literal["float32", "bfloat16", "float16"], "ema_decay": float})):  # fmt: skip
@@ -289,7 +294,15 @@ class Checkpointer:
     def __init__(self, out_dir, keep, rank):
         self.out_dir, self.keep, self.rank, self.writing = out_dir, keep, rank, None
         self.thread = ThreadPoolExecutor(1)
-        self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None  # the thread's own, apart from training's
+        # the thread's own, apart from training's; a slow disk may take long
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(hours=4)) if dist.is_initialized() else None
+        if rank == 0:  # what a killed process had begun to write
+            for part in out_dir.glob(".step_" + 8 * "[0-9]" + ".part"):
+                shutil.rmtree(part, ignore_errors=True)
+
+    def barrier(self):
+        if self.group:
+            dist.barrier(self.group)
 
     def save(self, meta, model, ema, optimizer):
         self.finish()
@@ -298,7 +311,7 @@ class Checkpointer:
         if self.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
-        barrier()
+        self.barrier()
         jobs = []
         for file, tensors in {"model": dict(model.named_parameters()), "ema": ema}.items():
             copies = {}
@@ -310,9 +323,7 @@ class Checkpointer:
                 jobs.append(self.thread.submit(save_file, copies, part / f"{file}.safetensors"))
         writer = HuggingFaceStorageWriter(str(part / "optimizer"), save_distributed=True)
         jobs.append(dcp.async_save(optimizer_tensors(model, optimizer), storage_writer=writer, process_group=self.group, no_dist=self.group is None))
-        if self.rank == 0:
-            jobs.append(self.thread.submit((part / "meta.json").write_text, json.dumps(meta, indent=1)))
-        self.writing = name, part, jobs
+        self.writing = name, part, jobs, meta
 
     def written(self):
         """Whether this rank's part of a checkpoint under way is on disk."""
@@ -321,27 +332,36 @@ class Checkpointer:
     def finish(self):
         if self.writing is None:
             return
-        name, part, jobs = self.writing
+        name, part, jobs, meta = self.writing
         self.writing = None
         try:
             for job in jobs:
                 job.result()
+            self.barrier()
             if self.rank == 0:
-                for file in [f for f in part.rglob("*") if f.is_file()]:
+                files = sorted(f for f in part.rglob("*") if f.is_file())
+                own = part / "meta.json"  # the last file, with the sizes of the others
+                own.write_text(json.dumps(meta | {"files": {f.relative_to(part).as_posix(): f.stat().st_size for f in files}}, indent=1))
+                for file in [*files, own]:
+                    file.chmod(own.stat().st_mode)  # safetensors keeps its files to the owner
                     with open(file, "rb") as f:
                         os.fsync(f.fileno())
-        except Exception as error:  # a full disk comes as OSError, SafetensorError or wrapped by torch: whatever it is, the run cannot be saved
+        except (Exception, dcp.CheckpointException) as error:  # a full disk comes as OSError, SafetensorError or torch's, of every rank: the run cannot be saved
             shutil.rmtree(part, ignore_errors=True)
+            if isinstance(error, dcp.CheckpointException):
+                if self.rank > 0:  # the first one has it, too, and speaks
+                    sys.exit(1)
+                error = next(iter(error.failures.values()))[0]
             before = find_checkpoint(self.out_dir)
             sys.exit(f"error: the checkpoint {self.out_dir / name} could not be written ({' '.join(str(error).split())[:300]}); {f'{before} is untouched' if before else 'there is none before it'}: make room and start again")
-        barrier()
+        self.barrier()
         if self.rank == 0:
             shutil.rmtree(self.out_dir / name, ignore_errors=True)
             os.replace(part, self.out_dir / name)
             write_atomically(self.out_dir / "latest", name + "\n")
             for old in [path for step, path in checkpoints(self.out_dir).items() if step <= int(name[5:])][: -self.keep]:
                 shutil.rmtree(old)
-        barrier()
+        self.barrier()
 
 
 def write_atomically(path, text):
@@ -370,6 +390,13 @@ def check_same_run(out_dir, then_train, then_model, cfg, config):
     other = [f"{k}={then.get(k)} there, {k}={now[k]} here" for k in now if k not in FREE and json.loads(json.dumps(now[k])) != then.get(k)]
     if other:
         raise UserError(f"{out_dir} holds another run ({'; '.join(other[:4])}): give --out_dir= a new folder, or the flags of that run to go on with it")
+
+
+def check_same_data(where, known, train_bin, val_bin):
+    """A UserError if the run was trained or evaluated on other files, by the checksums that `where` knows."""
+    for b, key in ((train_bin, "sha256"), (val_bin, "val_sha256")):
+        if known.get(key, b.header["sha256"]) != b.header["sha256"]:
+            raise UserError(f"{b.path} is not the file of this run: its checksum differs from that in {where}; give --dataset= the old one, or a new --out_dir=")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -401,6 +428,7 @@ def choose_device(cfg, local_rank):
         kind, why = cfg.device, "asked for"
     device = check_device(kind)
     if device.type == "cuda":
+        check_device(f"cuda:{int(os.environ.get('LOCAL_WORLD_SIZE', 1)) - 1}")  # on every rank, so that the one which speaks knows
         device = check_device(f"cuda:{local_rank if 'RANK' in os.environ else device.index or 0}")
         why += f", {torch.cuda.get_device_name(device)}"
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": torch.bfloat16 if device.type == "cuda" else torch.float32}[cfg.dtype]
@@ -447,9 +475,31 @@ def reshard(model):
             module.reshard()
 
 
-def barrier():
-    if dist.is_initialized():
-        dist.barrier()
+def lock(out_dir):
+    """The file by which one run at a time is in out_dir, locked for as long as it is open."""
+    file = open(out_dir / ".lock", "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another process is training in {out_dir}: wait for it to end, or give --out_dir= another folder") from None
+    except OSError:
+        pass  # a file system without locks
+    return file
+
+
+def check_shared(out_dir, step, rank, device):
+    """UserError, on all ranks, unless they go on from one step and see one out_dir: what the first writes into its lock the others find."""
+    mark = torch.tensor(time.time_ns() if rank == 0 else 0, device=device)
+    dist.broadcast(mark, src=0)
+    file, tries = out_dir / ".lock", 60
+    if rank == 0:
+        file.write_text(str(mark.item()))
+    dist.barrier()
+    while not (found := file.is_file() and file.read_text() == str(mark.item())) and (tries := tries - 1):
+        time.sleep(0.5)  # a network file system may be late
+    blind, steps, squares = all_reduce([not found, step, step**2], device)
+    if blind or steps**2 != squares * dist.get_world_size():
+        raise UserError(f"not all ranks see the same {out_dir}{f', {blind:.0f} do not see it at all' if blind else ''}: give --out_dir= a folder on a file system that all nodes share")
 
 
 def all_reduce(values, device):
@@ -553,6 +603,7 @@ def main():
     # where the run lives, and whether it goes on
     stem = Path(([a for a in sys.argv[1:] if not a.startswith("-")] or ["demo"])[-1]).stem
     out_dir = Path(cfg.out_dir or f"out/{stem}_{config.residual}")
+    log_path = out_dir / "log.jsonl"
     ckpt = None
     if cfg.resume not in ("auto", "never"):
         ckpt = find_checkpoint(cfg.resume)
@@ -564,19 +615,21 @@ def main():
         if cfg.resume == "never":
             raise UserError(f"{out_dir} holds a run already and --resume=never was given: give --out_dir= a new folder")
         ckpt, damage = newest_whole(out_dir)
+        if damage and not ckpt:
+            raise UserError(f"no checkpoint of {out_dir} can be read: {'; '.join(damage)}; give --out_dir= a new folder, or remove them to start over")
         if damage and rank == 0:
-            print(f"warning: {'; '.join(damage)}: going on from {ckpt or 'the start'}", file=sys.stderr)
+            print(f"warning: {'; '.join(damage)}: going on from {ckpt}", file=sys.stderr)
     if ckpt:
         meta = read_meta(ckpt)
         check_same_run(ckpt, meta["train_config"], meta["model_config"], cfg, config)
-        if meta["data"].get("sha256") != train_bin.header["sha256"]:
-            raise UserError(f"{train_bin.path} is not the file this run was trained on: its checksum differs from that in {ckpt}/meta.json; give --dataset= the old one, or a new --out_dir=")
+        check_same_data(ckpt, meta["data"], train_bin, val_bin)
         if meta["step"] >= cfg.max_steps:
             if rank == 0:
                 print(f"{out_dir} is finished: {meta['step']} of {cfg.max_steps} steps are done")
             return
     elif start := next((e for e in read_log(out_dir) if e["event"] == "start"), None):  # it died before its first checkpoint
         check_same_run(out_dir, start["config"], start["model_config"], cfg, config)
+        check_same_data(log_path, start["data"], train_bin, val_bin)
 
     # model
     if device.type == "cuda":
@@ -635,7 +688,6 @@ def main():
     counts = model.parameter_counts()
     decayed = sum(p.numel() for g in groups for p in g["params"] if g["weight_decay"])
     flops, peak = model.flops_per_token(config.block_size), peak_flops(device)
-    log_path = out_dir / "log.jsonl"
     if rank == 0:
         print(describe(cfg, config, origins))
         print(f"parameters  {counts['total']:,} in all, {counts['routing']:,} of them for residual={config.residual}; decayed {decayed:,}, not decayed {counts['total'] - decayed:,}")
@@ -652,16 +704,22 @@ def main():
                  "kernel": kernel, "tokens_per_step": tokens_per_step, "flops_per_token": flops, "data": {"dataset": str(cfg.dataset), "sha256": train_bin.header["sha256"], "val_sha256": val_bin.header["sha256"]}}  # fmt: skip
         try:
             out_dir.mkdir(parents=True, exist_ok=True)
+            locked = lock(out_dir)  # noqa: F841, held until main ends
             trackers = open_trackers(cfg, out_dir, start)
             write_atomically(log_path, "".join(json.dumps(e) + "\n" for e in [start, *logged]))
         except OSError as error:
             raise UserError(f"--out_dir={out_dir} cannot be written to ({error}): make room, or give another folder") from error
+    if distributed:
+        check_shared(out_dir, step, rank, device)
 
     def log(event):
         if rank == 0:
             logged.append(event | {"time": round(time.time(), 3)})
-            with open(log_path, "a") as f:
-                f.write(json.dumps(logged[-1]) + "\n")
+            try:
+                with open(log_path, "a") as f:
+                    f.write(json.dumps(logged[-1]) + "\n")
+            except OSError as error:
+                sys.exit(f"error: {log_path} cannot be written ({error}): make room and start again")
             for tracker in trackers:
                 tracker(event)
 
@@ -711,7 +769,7 @@ def main():
         first = step * cfg.global_batch_size
         epoch, window = windows.position(first)
         meta = {"step": step, "model_config": asdict(config), "train_config": asdict(cfg) | {"out_dir": str(out_dir)}, "params": counts,
-                "data": {"dataset": str(cfg.dataset), "sha256": train_bin.header["sha256"], "tokenizer": train_bin.header["tokenizer"], "epoch": epoch, "window": window},
+                "data": {"dataset": str(cfg.dataset), "sha256": train_bin.header["sha256"], "val_sha256": val_bin.header["sha256"], "tokenizer": train_bin.header["tokenizer"], "epoch": epoch, "window": window},
                 "rng": {"seed": cfg.seed, "note": "a step draws no random numbers; weights and data order follow the seed"},
                 "origin": base_meta.get("origin")}  # fmt: skip
         checkpointer.save(meta, model, ema, optimizer)
@@ -738,7 +796,7 @@ def main():
 
     stop = []  # signals received; the run ends after the step at hand, with a checkpoint
     for s in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(s, lambda number, frame: (signal.signal(number, signal.SIG_DFL), stop.append(number)))
+        signal.signal(s, lambda number, frame: (stop.append(number), [signal.signal(s, signal.SIG_DFL) for s in (signal.SIGTERM, signal.SIGINT)]))
 
     checkpointer = Checkpointer(out_dir, cfg.keep_checkpoints, rank)
     progress = tqdm(total=cfg.max_steps, initial=step, disable=rank != 0, unit="step", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 30)
@@ -784,6 +842,8 @@ def main():
                 progress.close()
                 checkpointer.finish()
                 where = f"the checkpoint of step {saved_step} in {out_dir} is untouched" if saved_step else "no checkpoint was written"
+                if rank > 0:
+                    sys.exit(1)
                 sys.exit(f"error: step {int(bad_step) or step}: loss, gradient or weights are not finite (lr {lr:.3g}, loss {mean_loss:.4g}, gradient norm {grad_norm:.4g}); {where}")
             seconds, steps = time.perf_counter() - since, step - last_log
             slow = all_reduce([seconds > 5], device)[0] > 0

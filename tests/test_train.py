@@ -2,6 +2,7 @@
 
     python -m pytest tests/test_train.py
 """
+import fcntl
 import json
 import os
 import random
@@ -294,8 +295,10 @@ def test_a_damaged_newest_checkpoint(dataset, tmp_path, capsys):
 
 
 def test_what_is_kept_beside_damaged_checkpoints(dataset, tmp_path, capsys):
-    """A run that starts over below damaged checkpoints keeps its own newest and goes on from it; folders of other names are the user's."""
-    run("--max_steps=12", "--keep_checkpoints=1", f"--out_dir={tmp_path}/a", dataset=dataset)
+    """A run that goes on below damaged checkpoints keeps its own newest and goes on from it; folders of other names are the user's."""
+    run("--max_steps=12", "--save_interval=3", f"--out_dir={tmp_path}/a", dataset=dataset)
+    for step in (6, 9):
+        shutil.rmtree(tmp_path / f"a/step_{step:08d}")
     (tmp_path / "a/step_00000012/model.safetensors").write_bytes(b"")
     shutil.copytree(tmp_path / "a/step_00000012", tmp_path / "a/step_00000004_best")
     (tmp_path / "a/log.jsonl").write_text('not json\n5\n' + (tmp_path / "a/log.jsonl").read_text())
@@ -316,15 +319,60 @@ def test_what_is_kept_beside_damaged_checkpoints(dataset, tmp_path, capsys):
     assert sorted(p.name for p in (tmp_path / "a").glob("step_*")) == ["step_00000004_best", "step_00000012"]
 
 
-def test_a_full_disk(dataset, tmp_path):
-    """Files of over 60 kB cannot be written (which is how a disk fills up within a save): one line, exit code 1, the run so far is kept."""
+@pytest.mark.parametrize("limit", [60_000, 150_000])  # the weights are 118 kB, the optimizer's state twice that
+def test_a_full_disk(limit, dataset, tmp_path):
+    """Files beyond a limit cannot be written (which is how a disk fills up within a save): one line, exit code 1, the run so far is kept."""
     flags = {f.split("=")[0]: f for f in [*TINY, f"--dataset={dataset}", "--device=cpu", f"--out_dir={tmp_path}/a"]}
-    script = f"import resource, sys; sys.path.insert(0, {str(ROOT)!r}); resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))\nimport train; train.cli(train.main)"
+    script = f"import resource, sys; sys.path.insert(0, {str(ROOT)!r}); resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\nimport train; train.cli(train.main)"
     done = subprocess.run([sys.executable, "-c", script, *flags.values()], capture_output=True, text=True)
     assert done.returncode == 1 and "could not be written" in done.stderr and "make room" in done.stderr and "Traceback" not in done.stderr
-    assert not train.find_checkpoint(tmp_path / "a") and not list((tmp_path / "a").glob("step_*"))
+    assert not train.find_checkpoint(tmp_path / "a") and not list((tmp_path / "a").glob("*step_*"))
     run(f"--out_dir={tmp_path}/a", dataset=dataset)
     assert len(events(tmp_path / "a", "train")) == 12
+
+
+def test_what_a_start_looks_at(dataset, tmp_path):
+    """What a killed save left goes; a file that a checkpoint lacks is damage; without any whole one, or beside another process, nothing is done."""
+    run(f"--out_dir={tmp_path}/a", dataset=dataset)
+    newest = tmp_path / "a/step_00000012"
+    assert (newest / "model.safetensors").stat().st_mode == (newest / "meta.json").stat().st_mode
+    (tmp_path / "a/.step_00000777.part/optimizer").mkdir(parents=True)
+    meta = json.loads((newest / "meta.json").read_text())
+    assert meta["files"].keys() == {f.relative_to(newest).as_posix() for f in newest.rglob("*") if f.is_file() and f.name != "meta.json"}
+    meta["files"]["optimizer/shard-00002-model-00001-of-00001.safetensors"] = 5
+    (newest / "meta.json").write_text(json.dumps(meta))
+    with open(tmp_path / "a/.lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        wrong(["another process is training", "--out_dir="], f"--out_dir={tmp_path}/a", dataset=dataset)
+    before = numbers(tmp_path / "a")
+    run(f"--out_dir={tmp_path}/a", dataset=dataset)
+    assert numbers(tmp_path / "a") == before and train.read_meta(newest)["files"].keys() < meta["files"].keys()
+    assert not list((tmp_path / "a").glob(".*.part"))
+    for step in (6, 12):
+        (tmp_path / f"a/step_{step:08d}/meta.json").unlink()
+    log = (tmp_path / "a/log.jsonl").read_text()
+    wrong(["no checkpoint of", "can be read", "remove them"], f"--out_dir={tmp_path}/a", dataset=dataset)
+    assert (tmp_path / "a/log.jsonl").read_text() == log
+
+
+def test_ranks_that_share_no_folder(dataset, tmp_path):
+    """Every rank says so instead of writing half a checkpoint each."""
+    script = tmp_path / "apart.py"
+    flags = {f.split("=")[0]: f for f in [*TINY, f"--dataset={dataset}", "--device=cpu"]}
+    script.write_text(f"""import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import train
+train.time.sleep = lambda seconds: None
+sys.argv = ["train.py", *{list(flags.values())!r}, "--out_dir={tmp_path}/" + os.environ["RANK"]]
+try:
+    train.main()
+except train.UserError as error:
+    print(os.environ["RANK"], error, file=sys.stderr)
+""")
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script], capture_output=True, text=True)
+    for rank in (0, 1):
+        assert f"{rank} not all ranks see the same {tmp_path}/{rank}, 1 do not see it at all" in done.stderr
+    assert not list(tmp_path.glob("*/step_*"))
 
 
 def test_a_dead_rank_ends_the_others(dataset, tmp_path):
@@ -418,14 +466,14 @@ def test_schedules():
 
 
 # ---- mistakes -----------------------------------------------------------------------------------------------------------------
-def header_changed(dataset, folder, **changes):
-    """A copy of the data set whose train.bin says something else in its header."""
+def header_changed(dataset, folder, file="train.bin", **changes):
+    """A copy of the data set, a file of which says something else in its header."""
     shutil.copytree(dataset, folder)
-    raw = (folder / "train.bin").read_bytes()
+    raw = (folder / file).read_bytes()
     import prepare_data
 
-    header = prepare_data.open_bin(folder / "train.bin").header | changes
-    (folder / "train.bin").write_bytes(prepare_data.pack_header(header) + raw[prepare_data.HEADER_BYTES :])
+    header = prepare_data.open_bin(folder / file).header | changes
+    (folder / file).write_bytes(prepare_data.pack_header(header) + raw[prepare_data.HEADER_BYTES :])
     return folder
 
 
@@ -486,7 +534,10 @@ def test_data_that_changed_under_a_run(dataset, tmp_path):
     shutil.copytree(dataset, tmp_path / "set")
     run("--max_steps=6", f"--out_dir={tmp_path}/a", dataset=tmp_path / "set")
     shutil.copytree(header_changed(dataset, tmp_path / "x", sha256="0" * 64), tmp_path / "set", dirs_exist_ok=True)
-    wrong(["not the file this run was trained on"], "--max_steps=6", f"--out_dir={tmp_path}/a", dataset=tmp_path / "set")
+    run("--max_steps=6", f"--out_dir={tmp_path}/a", dataset=dataset)  # the same data elsewhere
+    wrong(["train.bin is not the file of this run"], "--max_steps=6", f"--out_dir={tmp_path}/a", dataset=tmp_path / "set")
+    shutil.copytree(header_changed(dataset, tmp_path / "y", file="val.bin", sha256="0" * 64), tmp_path / "set", dirs_exist_ok=True)
+    wrong(["val.bin is not the file of this run"], "--max_steps=6", f"--out_dir={tmp_path}/a", dataset=tmp_path / "set")
 
 
 def test_exit_codes(dataset, tmp_path):
