@@ -631,11 +631,19 @@ def main():
         check_same_run(out_dir, start["config"], start["model_config"], cfg, config)
         check_same_data(log_path, start["data"], train_bin, val_bin)
 
-    # model
+    if rank == 0:
+        try:
+            out_dir.mkdir(parents=True, exist_ok=True)
+            locked = lock(out_dir)  # noqa: F841, held until main ends
+        except OSError as error:
+            raise UserError(f"--out_dir={out_dir} cannot be written to ({error}): make room, or give another folder") from error
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if distributed:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        check_shared(out_dir, meta["step"] if ckpt else 0, rank, device)
+
+    # model
     param_dtype = getattr(torch, cfg.param_dtype)
     with torch.device("meta"):  # no memory yet: shard first, then let every rank fill in its part
         model = GPT(config, kernel).to(param_dtype)
@@ -703,14 +711,10 @@ def main():
         start = {"event": "start", "time": round(time.time(), 3), "config": asdict(cfg) | {"out_dir": str(out_dir)}, "model_config": asdict(config), "params": counts, "device": why_device, "dtype": str(dtype).removeprefix("torch."),
                  "kernel": kernel, "tokens_per_step": tokens_per_step, "flops_per_token": flops, "data": {"dataset": str(cfg.dataset), "sha256": train_bin.header["sha256"], "val_sha256": val_bin.header["sha256"]}}  # fmt: skip
         try:
-            out_dir.mkdir(parents=True, exist_ok=True)
-            locked = lock(out_dir)  # noqa: F841, held until main ends
             trackers = open_trackers(cfg, out_dir, start)
             write_atomically(log_path, "".join(json.dumps(e) + "\n" for e in [start, *logged]))
         except OSError as error:
             raise UserError(f"--out_dir={out_dir} cannot be written to ({error}): make room, or give another folder") from error
-    if distributed:
-        check_shared(out_dir, step, rank, device)
 
     def log(event):
         if rank == 0:
