@@ -574,6 +574,8 @@ def main():
         wanted["routing"].append(FLOOR)
     gpu = torch.cuda.get_device_name() if CUDA else "CPU"
     where = f"{gpu}, torch {torch.__version__}, triton {triton.__version__ if triton else 'not installed'}"
+    if os.path.isdir(args.out) or not os.path.basename(args.out):
+        raise UserError(f"--out={args.out} names no file: give one, --out=out/bench.json")
     output_folder(os.path.dirname(args.out) or ".", "--out")
     results = {"where": where}
     if os.path.exists(args.out):

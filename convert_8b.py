@@ -166,7 +166,7 @@ def model_of(config, found, where, there=str):
 # ---- config.json. A key is read, must have a certain value, or has nothing to do with what the model computes; any other is refused. ----
 FIELDS = {"block_size": "max_position_embeddings", "vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size",
           "n_kv_head": "num_key_value_heads", "head_dim": "head_dim", "ffn_dim": "intermediate_size", "norm_eps": "rms_norm_eps", "tie_embeddings": "tie_word_embeddings"}  # fmt: skip
-TYPES = {"rms_norm_eps": float, "rope_theta": float, "tie_word_embeddings": bool, "rope_scaling": dict, "rope_parameters": dict}  # the others are int
+TYPES = {"rms_norm_eps": float, "rope_theta": float, "tie_word_embeddings": bool, "rope_scaling": dict, "rope_parameters": dict, "layer_types": list}  # the others are int
 FIXED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "attention_dropout": 0, "use_sliding_window": False}
 OTHER = {"model_type", "architectures", "layer_types", "sliding_window", "max_window_layers", "dtype", "torch_dtype", "transformers_version", "use_cache", "initializer_range",
          "bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id", "problem_type",
@@ -187,8 +187,8 @@ def trunk_config(c, where):
             raise UserError(f"{where} has no {key}: fetch it again")
         if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) is not (kind is bool):
             refuse(key, f"it should be {kind.__name__}")
-        if kind in (int, float) and value <= 0:
-            refuse(key, "it should be positive")
+        if kind in (int, float) and not 0 < value < math.inf:
+            refuse(key, "it should be positive and finite")
         return kind(value)
 
     kind = str(c.get("model_type")).removeprefix(ROUTED)
@@ -205,7 +205,7 @@ def trunk_config(c, where):
             refuse(key, "if it does not change what the model computes, take it out")
     if c.get("sliding_window") is not None and "use_sliding_window" not in c:
         refuse("sliding_window", "attention here is full")
-    if set(c.get("layer_types") or ()) - {"full_attention"}:
+    if any(attention != "full_attention" for attention in read("layer_types", [])):
         refuse("layer_types", "attention here is full")
 
     rope = {"rope_theta": read("rope_theta", 1e4)} | read("rope_scaling", {}) | read("rope_parameters", {})

@@ -439,7 +439,8 @@ def arguments():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of compute; default: bfloat16 on CUDA, else float32")
     args = parser.parse_args()
-    if twice := [path for path in args.ckpts if args.ckpts.count(path) > 1]:
+    places = [os.path.realpath(path) for path in args.ckpts]
+    if twice := [path for path, place in zip(args.ckpts, places) if places.count(place) > 1]:
         raise UserError(f"{twice[0]} is given twice: leave one out")
     if args.windows not in (None, "all", "documents") and not (args.windows.isdecimal() and int(args.windows)):
         raise UserError(f"--windows={args.windows} is none of a number, all and documents")

@@ -571,16 +571,17 @@ def unit_name(unit, settings):
 
 def tokenize_unit(unit, settings, limit, folder):
     """Write the tokens and the index of a unit to `folder`, and last its record, unless they are there. Stops after `limit` train tokens (or bytes).
-    Returns the record: the name of its files, its source, whether all of it is there, its amount of train text, and what was found on the way."""
+    Returns the record: its files' name and lengths, its source, whether all of it is there, its amount of train text, and what was found on the way."""
     path = folder / unit_name(unit, settings)
-    done = path.with_suffix(".json")
+    files, done = (path, path.with_suffix(".index")), path.with_suffix(".json")
     if done.exists():
-        record = json.loads(done.read_text())
-        if record["whole"] or record["amount"] >= limit:
-            return record
+        with suppress(OSError, ValueError):  # a file is missing, or the record is cut short: made again
+            record = json.loads(done.read_text())
+            if record.get("bytes") == [file.stat().st_size for file in files] and (record["whole"] or record["amount"] >= limit):
+                return record
         done.unlink()  # before its tokens are overwritten
     tokenizer, reader, amount, start = load_tokenizer(settings.tokenizer), Reader(unit, settings), 0, 0
-    with atomic(path) as tokens, atomic(path.with_suffix(".index")) as index:
+    with atomic(files[0]) as tokens, atomic(files[1]) as index:
         for number, place, text in reader.documents():
             composed = unicodedata.normalize("NFC", text)
             document = composed.encode()
@@ -598,7 +599,8 @@ def tokenize_unit(unit, settings, limit, folder):
     for file in unit.files:
         if "://" not in file[0] and file != stat_file(file[0]):
             raise UserError(f"{file[0]}: changed while it was read; run the same command again")
-    record = dict(name=path.name, source=unit.source, whole=amount < limit, amount=amount, empty=reader.empty, bad_utf8=reader.bad_utf8)
+    record = dict(name=path.name, bytes=[file.stat().st_size for file in files], source=unit.source, whole=amount < limit, amount=amount,
+                  empty=reader.empty, bad_utf8=reader.bad_utf8)  # fmt: skip
     with atomic(done) as file:
         file.write(json.dumps(record).encode())
     return record

@@ -61,6 +61,7 @@ def test_a_model_whose_kernels_cannot_run_is_a_note(monkeypatch):
     (["--scale=100M"], ["--scale=100M needs a CUDA GPU", "--scale=toy"]),
     (["--scale=huge"], ["--scale=huge is not known", "100M"]),
     (["--part=step", "--method=ours"], ["nothing to measure"]),
+    (["--out="], ["--out= names no file"]),
     (["--out=README.md"], ["README.md", "give another name"]),
 ], ids=str)  # fmt: skip
 def test_mistakes(flags, words):

@@ -452,6 +452,8 @@ DAMAGES = [
     (edit(hidden_act="gelu"), ['hidden_act="gelu"', '"silu"']),
     (edit(use_sliding_window=True, sliding_window=16), ["use_sliding_window=true"]),
     (edit(sliding_window=16), ["sliding_window=16"]),
+    (edit(layer_types=5), ["layer_types", "list"]),
+    (edit(rms_norm_eps=float("inf")), ["rms_norm_eps", "finite"]),
     (edit(layer_types=["full_attention", "sliding_attention", "full_attention"]), ["layer_types", "full"]),
     (edit(rope_parameters=None, rope_scaling={"type": "linear", "factor": 2.0}), ["rope_scaling", "linear", "rope_type"]),
     (edit(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}), ["rope_parameters", "yarn"]),

@@ -636,6 +636,23 @@ def test_killed_and_continued(tmp_path):
     assert sorted(path.name for path in (tmp_path / "killed").iterdir()) == ["train.bin", "val.bin"]
 
 
+@pytest.mark.parametrize("ending", ["", ".index", ".json"])
+@pytest.mark.parametrize("damage", [lambda path: os.truncate(path, path.stat().st_size - 40), Path.unlink])
+def test_parts_that_a_power_failure_damaged(tmp_path, monkeypatch, ending, damage):
+    """Are made again. An index line is 40 bytes: cut by one it looks whole."""
+    settings = data.Settings(str(jsonl(tmp_path / "a.jsonl", articles(100))), out_dir=f"{tmp_path}/out", workers=1)
+
+    def stop(*args):
+        raise InterruptedError("stopped")
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="stopped"):
+        patch.setattr(data, "merge", stop)
+        data.prepare(settings)
+    (path,) = (path for path in (tmp_path / "out" / data.PARTS).iterdir() if path.suffix == ending)
+    damage(path)
+    assert both(data.prepare(settings)) == both(data.prepare(dataclasses.replace(settings, out_dir=f"{tmp_path}/fresh")))
+
+
 def test_a_source_that_changes_while_it_is_read(tmp_path, monkeypatch):
     source = jsonl(tmp_path / "a.jsonl", articles(100))
     settings, decode = data.Settings(str(source), out_dir=f"{tmp_path}/out", workers=1), data.Reader.decode

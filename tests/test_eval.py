@@ -458,7 +458,7 @@ def test_wrong_input(tmp_path, dataset, monkeypatch):  # noqa: F811
     (tmp_path / "there.json").write_text("mine")
     for argv, words in [
         ([tmp_path], "not a checkpoint"),
-        ([good, good], "given twice"),
+        ([good, f"{good}/"], "given twice"),
         ([good, "--windows=few"], "number, all and documents"),
         ([good, "--batch_size=0"], "1 or more"),
         ([good, "--block_size=999"], "at most"),
