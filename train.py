@@ -482,24 +482,24 @@ def lock(out_dir):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"another process is training in {out_dir}: wait for it to end, or give --out_dir= another folder") from None
-    except OSError:
-        pass  # a file system without locks
+    except OSError as error:
+        print(f"warning: {out_dir} cannot be locked ({error}): see to it that no other process trains there", file=sys.stderr)
     return file
 
 
 def check_shared(out_dir, step, rank, device):
     """UserError, on all ranks, unless they go on from one step and see one out_dir: what the first writes into its lock the others find."""
-    mark = torch.tensor(time.time_ns() if rank == 0 else 0, device=device)
-    dist.broadcast(mark, src=0)
+    first = torch.tensor([time.time_ns(), step], device=device)
+    dist.broadcast(first, src=0)
+    mark, first_step = first.tolist()
     file, tries = out_dir / ".lock", 60
     if rank == 0:
-        file.write_text(str(mark.item()))
+        file.write_text(str(mark))
     dist.barrier()
-    while not (found := file.is_file() and file.read_text() == str(mark.item())) and (tries := tries - 1):
+    while not (found := file.is_file() and file.read_text() == str(mark)) and (tries := tries - 1):
         time.sleep(0.5)  # a network file system may be late
-    blind, steps, squares = all_reduce([not found, step, step**2], device)
-    if blind or steps**2 != squares * dist.get_world_size():
-        raise UserError(f"not all ranks see the same {out_dir}{f', {blind:.0f} do not see it at all' if blind else ''}: give --out_dir= a folder on a file system that all nodes share")
+    if apart := all_reduce([not found or step != first_step], device)[0]:
+        raise UserError(f"{apart:.0f} of {dist.get_world_size()} ranks do not see in {out_dir} what the first one sees: give --out_dir= a folder on a file system that all nodes share")
 
 
 def all_reduce(values, device):

@@ -331,7 +331,7 @@ def test_a_full_disk(limit, dataset, tmp_path):
     assert len(events(tmp_path / "a", "train")) == 12
 
 
-def test_what_a_start_looks_at(dataset, tmp_path):
+def test_what_a_start_looks_at(dataset, tmp_path, monkeypatch, capsys):
     """What a killed save left goes; a file that a checkpoint lacks is damage; without any whole one, or beside another process, nothing is done."""
     run(f"--out_dir={tmp_path}/a", dataset=dataset)
     newest = tmp_path / "a/step_00000012"
@@ -345,7 +345,10 @@ def test_what_a_start_looks_at(dataset, tmp_path):
         fcntl.flock(file, fcntl.LOCK_EX)
         wrong(["another process is training", "--out_dir="], f"--out_dir={tmp_path}/a", dataset=dataset)
     before = numbers(tmp_path / "a")
-    run(f"--out_dir={tmp_path}/a", dataset=dataset)
+    with monkeypatch.context() as patch:
+        patch.setattr(train.fcntl, "flock", lambda *args: os.stat(tmp_path / "missing"))  # a file system without locks
+        run(f"--out_dir={tmp_path}/a", dataset=dataset)
+    assert "cannot be locked" in capsys.readouterr().err
     assert numbers(tmp_path / "a") == before and train.read_meta(newest)["files"].keys() < meta["files"].keys()
     assert not list((tmp_path / "a").glob(".*.part"))
     for step in (6, 12):
@@ -368,10 +371,18 @@ try:
     train.main()
 except train.UserError as error:
     print(os.environ["RANK"], error, file=sys.stderr)
+rank = int(os.environ["RANK"])
+for steps in ((6, 6), (6, 12)):
+    try:
+        train.check_shared(train.Path("{tmp_path}/0"), steps[rank], rank, train.torch.device("cpu"))
+        print(rank, steps, "are one", file=sys.stderr)
+    except train.UserError:
+        print(rank, steps, "differ", file=sys.stderr)
 """)
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script], capture_output=True, text=True)
     for rank in (0, 1):
-        assert f"{rank} not all ranks see the same {tmp_path}/{rank}, 1 do not see it at all" in done.stderr
+        assert f"{rank} 1 of 2 ranks do not see in {tmp_path}/{rank} what the first one sees" in done.stderr
+        assert f"{rank} (6, 6) are one" in done.stderr and f"{rank} (6, 12) differ" in done.stderr
     assert not list(tmp_path.glob("*/step_*"))
 
 
