@@ -25,6 +25,8 @@ import typing
 from pathlib import Path
 from types import NoneType
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting CPU threads sleep: spinning, they slow a busy machine tenfold
+
 
 class UserError(Exception):
     """A user's mistake; its message says what is wrong and what to type instead."""
