@@ -1,13 +1,12 @@
-"""Strict settings: dataclass defaults, then config files in the order given, then --key=value flags, which always win.
+"""Strict settings: dataclass defaults, then config files in their order, then flags, which always win.
 
     python train.py                                          # the default config file
     python train.py config/mhar_100m.py --residual=attnres   # a file and a flag
     python train.py -h                                       # every key with its choices, default and meaning
 
-A schema is a dataclass whose source lines read `name: type = default  # meaning`, and the help is read from those lines.
-Types: int, float, bool, str, dict, Literal[...], and `X | None`. A config file is Python, `name = value  # why`; names that start
-with `_` are its own, but for `_base = "other.py"`: a file beside it to start from. Values from files and flags go through the same
-checks. Every mistake is a UserError: one line that says what to type instead, exit code 2.
+A schema is a dataclass whose lines read `name: type = default  # meaning`; a type is int, float, bool, str,
+dict, Literal[...] or one of these `| None`. A config file is Python, `name = value  # why`. Names that start
+with `_` are the file's own, except `_base = "other.py"`: a file beside it to start from.
 """
 
 import argparse
@@ -15,17 +14,18 @@ import ast
 import dataclasses
 import difflib
 import inspect
-import io
 import os
-import signal
+import re
+import runpy
 import sys
-import tokenize
-import traceback
+import tempfile
 import typing
 from pathlib import Path
 from types import NoneType
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting CPU threads sleep: spinning, they slow a busy machine tenfold
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # waiting CPU threads sleep: spinning slows a busy machine
 
 
 class UserError(Exception):
@@ -33,7 +33,7 @@ class UserError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse for the scripts that take few flags, with its mistakes told the same way: one line, exit code 2."""
+    """argparse for the scripts that take few flags; a mistake is a UserError."""
 
     def __init__(self, **kwargs):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
@@ -43,199 +43,131 @@ class Parser(argparse.ArgumentParser):
 
 
 def cli(main):
-    """Call main(); a UserError becomes one line on stderr (one per node under torchrun) and exit code 2; Ctrl-C ends in one line too, and a
-    reader of the output that has seen enough (`| head`) in none."""
+    """Call main(); a UserError ends in one line on stderr (one per node under torchrun) and exit code 2."""
     try:
-        try:
-            main()
-        finally:
-            sys.stdout.flush()  # what cannot be printed shows here, not while Python shuts down
+        main()
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
             print("error: " + str(error).replace("\n", " "), file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:  # no traceback, but the end that a shell's loop stops at
-        print("interrupted", file=sys.stderr)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    except BrokenPipeError:
-        try:
-            print(flush=True)
-        except BrokenPipeError:  # so it is the output's pipe, and no other, that is closed
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(128 + signal.SIGPIPE)
-        raise
-
-
-def output_folder(path, flag):
-    """The folder for results as a Path, made where it is not there yet; a UserError that names the flag if it cannot be written to. Ask before
-    the work, not after it."""
-    path = Path(path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{flag}={path} cannot be made ({error.strerror}): give another folder") from error
-    if not os.access(path, os.W_OK):
-        raise UserError(f"{flag}={path} cannot be written to: give another folder")
-    return path
+    except KeyboardInterrupt:
+        sys.tracebacklimit = 0
+        raise KeyboardInterrupt("interrupted") from None
 
 
 def configure(argv, *schemas, doc=None, default_file=None):
     """Instances of the schemas, made from the arguments.
 
-    argv: list of config files (names that end in .py) and --key=value; `-` and `_` are alike in a key.
+    argv: config files (names that end in .py), --key=value and --key value; `-` and `_` are alike in a key.
     default_file: the config file that applies when argv names none.
-    Returns (*instances, origins), where origins[name] is 'default', 'flag' or the config file as it was named.
-    Raises UserError. `-h` or `--help` prints `doc` and all keys, and exits with 0.
+    Returns (*instances, origins); origins[name] is 'default', 'flag' or the config file as it was named.
+    Raises UserError. With `-h` or `--help` prints `doc` and all keys, and exits with 0.
     """
     types = {name: kind for schema in schemas for name, kind in typing.get_type_hints(schema).items()}
     if "-h" in argv or "--help" in argv:
         print(help_text(schemas, types, doc, default_file))
         sys.exit(0)
-    files, flags = [], {}
-    for i, argument in enumerate(argv):
-        if not argument.startswith("-") and argument.endswith(".py"):
+
+    files, flags, arguments = [], {}, iter(argv)
+    for argument in arguments:
+        if argument.startswith("--"):
+            key, equals, text = argument.partition("=")
+            name = key[2:].replace("-", "_")
+            check_name(name, types, repr(argument))
+            text = text if equals else next(arguments, "--")
+            if not equals and text.startswith("--"):
+                raise UserError(f"{key} needs a value: write {key}=VALUE")
+            if name in flags:
+                raise UserError(f"{key}={text}: {name} is given twice; give it once")
+            flags[name] = convert(text, types[name], f"{key}={text}"), "flag"
+        elif argument.endswith(".py"):
             files.append(argument)
         else:
-            name, text = split_flag(argument, argv[i + 1] if i + 1 < len(argv) else None, types)
-            if name in flags:
-                raise UserError(f"{argument!r}: {name} is given twice; give it once")
-            flags[name] = convert(text, types[name], argument)
-    values, origins = {}, dict.fromkeys(types, "default")
+            raise UserError(f"{argument!r} is neither a config file (PATH.py) nor --key=value; see -h")
+
+    settings = {}  # name -> (value, origin)
     for path in files or ([default_file] if default_file else []):
-        for name, value in read_file(path, types).items():
-            values[name], origins[name] = value, str(path)
-    values.update(flags)
-    origins.update(dict.fromkeys(flags, "flag"))
+        settings |= {name: (value, str(path)) for name, value in read_file(path, types).items()}
+    settings |= flags
     try:
-        configs = [schema(**{f.name: values[f.name] for f in dataclasses.fields(schema) if f.name in values}) for schema in schemas]
+        configs = [
+            schema(**{f.name: settings[f.name][0] for f in dataclasses.fields(schema) if f.name in settings})
+            for schema in schemas
+        ]
     except ValueError as error:  # the schema's own check in __post_init__
         raise UserError(error) from error
-    return *configs, origins
+    return *configs, {name: settings[name][1] if name in settings else "default" for name in types}
 
 
 def describe(*configs_and_origins):
-    """The overrides, to print back: one line per config file or 'flag', `where: name=value name=value`. Takes what configure returns."""
+    """What configure returns, to print back: a line per file or 'flag', `where: name=value name=value`."""
     *configs, origins = configs_and_origins
-    values = {name: value for config in configs for name, value in vars(config).items()}
-    sources = dict.fromkeys(origin for origin in origins.values() if origin != "default")
-    return "\n".join(f"{source}: " + " ".join(f"{name}={values[name]}" for name in origins if origins[name] == source) for source in sources)
+    lines = {}
+    for config in configs:
+        for name, value in vars(config).items():
+            lines.setdefault(origins[name], []).append(f"{name}={value}")
+    return "\n".join(f"{origin}: " + " ".join(lines[origin]) for origin in lines if origin != "default")
 
 
-def split_flag(argument, following, types):
-    """'--key=value' -> (name, text). `following` is the next argument, which tells what `--key value` meant."""
-    key, equals, text = argument.partition("=")
-    name = key.lstrip("-").replace("-", "_")
-    if key.startswith("--") and equals:
-        known(name, types, f"{argument!r}")
-        return name, text
-    if name in types:
-        value = text if equals else following if following and not following.startswith("-") and not following.endswith(".py") else "VALUE"
-        raise UserError(f"{argument!r}: write --{name}={value}")
-    if name.startswith("no_") and types.get(name[3:]) is bool:
-        raise UserError(f"{argument!r}: write --{name[3:]}=false")
-    if argument.startswith("-"):
-        known(name, types, f"{argument!r} (the form is --key=value)")
-    raise UserError(f"{argument!r} is neither a config file (PATH.py) nor a setting (--key=value); -h lists the keys")
-
-
-def known(name, types, where):
+def check_name(name, types, where):
     if name not in types:
         near = difflib.get_close_matches(name, types, 1, 0.5)
-        raise UserError(f"{where}: no such key {name!r}; " + (f"did you mean {near[0]!r}?" if near else "-h lists the keys"))
+        raise UserError(
+            f"{where}: no such key; " + (f"did you mean {near[0]!r}?" if near else "-h lists them")
+        )
 
 
 def read_file(path, types, above=()):
-    """The settings of one config file, checked and converted; the path is relative to the cwd or else to this folder. above: the files that
-    have it as their _base."""
-    found = next((p for p in (Path(path), Path(__file__).parent / path) if p.is_file()), None)
+    """The settings of a config file, relative to the cwd or this folder. above: whose _base it is."""
+    found = next((p.resolve() for p in (Path(path), Path(__file__).parent / path) if p.is_file()), None)
     if found is None:
         raise UserError(f"{str(path)!r}: no such config file, here or in {Path(__file__).parent}")
-    if found.resolve() in above:
+    if found in above:
         raise UserError(f"{path}: its _base leads back to itself; name another file there, or none")
-    namespace = {}
     try:
-        exec(compile(found.read_bytes(), str(found), "exec"), namespace)
+        namespace = runpy.run_path(str(found))
     except Exception as error:
-        lines = [error.lineno] if isinstance(error, SyntaxError) else []
-        lines += [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(found)]
-        raise UserError(f"{path}:{lines[-1] if lines else 1}: {type(error).__name__}: {getattr(error, 'msg', error)}") from error
+        raise UserError(f"{path}: {type(error).__name__}: {error}") from error
     base = namespace.get("_base")
-    if not isinstance(base, str | None):
-        raise UserError(f"{path}: _base = {base!r}: needs the name of a config file beside it, as text")
-    settings = read_file(found.parent / base, types, (*above, found.resolve())) if base is not None else {}
+    settings = read_file(found.parent / str(base), types, (*above, found)) if base else {}
     for name, value in namespace.items():
         if not name.startswith("_"):
-            if name not in types and not isinstance(value, (int, float, str, dict, NoneType)):
-                raise UserError(f"{path}: {name} is a {type(value).__name__} and no setting; begin its name with _, as in _{name}, to keep it to the file")
-            known(name, types, path)
+            check_name(name, types, f"{path}: {name} (a name of the file's own begins with _)")
             settings[name] = convert(value, types[name], f"{path}: {name} = {value!r}")
     return settings
 
 
 def convert(value, kind, where):
-    """`value`, text or a Python value, as `kind`; a UserError that starts with `where` says what is accepted."""
-    text = value.strip() if isinstance(value, str) else None
-    if optional(kind) and (value is None or text in ("None", "none")):
+    """`value`, text or a Python value, as `kind`; the UserError says where, and what is accepted."""
+    options = typing.get_args(kind)
+    optional = NoneType in options
+    if optional and (value is None or value in ("None", "none")):
         return None
-    core = next(option for option in typing.get_args(kind) if option is not NoneType) if optional(kind) else kind
+    core = options[0] if optional else kind
     if core is str and isinstance(value, str):
-        return value
-    if typing.get_origin(core) is typing.Literal:
-        for choice in typing.get_args(core):
-            if text == str(choice) or (type(value) is type(choice) and value == choice):
-                return choice
-    if core is bool:
-        if isinstance(value, bool):
-            return value
-        if text in ("true", "True", "false", "False"):
-            return text in ("true", "True")
-    if core in (int, float, dict):
-        if text is not None:
-            value = number(text) if core is not dict else literal(text)
-        if core is dict and isinstance(value, dict):
-            return value
-        if core is float and type(value) in (int, float) and value == value:  # nan is never meant
-            return float(value)
-        if core is int and (type(value) is int or type(value) is float and value.is_integer()):
-            return int(value)
-    raise UserError(f"{where}: needs {kind_name(kind)}")
-
-
-def number(text):
-    for kind in (int, float):  # int first: a float holds 53 bits
+        return os.path.expanduser(value)
+    for choice in typing.get_args(core):  # of a Literal
+        if value == str(choice) or (type(value) is type(choice) and value == choice):
+            return choice
+    if isinstance(value, str):
         try:
-            return kind(text)
-        except ValueError:
+            value = ast.literal_eval({"true": "True", "false": "False"}.get(value, value.strip()))
+        except (ValueError, SyntaxError, TypeError):
             pass
+    if core in (bool, dict) and isinstance(value, core):
+        return value
+    if core is float and type(value) in (int, float) and value == value:  # nan is never meant
+        return float(value)
+    if core is int and type(value) in (int, float) and float(value).is_integer():
+        return int(value)
+    raise UserError(f"{where}: needs {type_name(kind)}")
 
 
-def literal(text):
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return None
-
-
-def optional(kind):
-    return NoneType in typing.get_args(kind)
-
-
-def kind_name(kind):
-    if optional(kind):
-        return " | ".join([kind_name(option) for option in typing.get_args(kind) if option is not NoneType] + ["none"])
-    if typing.get_origin(kind) is typing.Literal:
-        return " | ".join(map(str, typing.get_args(kind)))
-    return "true | false" if kind is bool else kind.__name__
-
-
-def comments(schema):
-    """{field: the comment that ends its source line}"""
-    source = inspect.cleandoc("\n" + inspect.getsource(schema))  # a schema may stand indented, in a function
-    by_line = {token.start[0]: token.string for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.COMMENT}
-    return {
-        node.target.id: by_line.get(node.end_lineno, "").lstrip("# ") for node in ast.parse(source).body[0].body if isinstance(node, ast.AnnAssign)
-    }
+def type_name(kind):
+    options = typing.get_args(kind)
+    if NoneType in options:
+        return f"{type_name(options[0])} | none"
+    return " | ".join(map(str, options)) or ("true | false" if kind is bool else kind.__name__)
 
 
 def help_text(schemas, types, doc, default_file):
@@ -244,8 +176,26 @@ def help_text(schemas, types, doc, default_file):
     lines += [f"Without a file, {default_file} applies."] if default_file else []
     for schema in schemas:
         lines += ["", schema.__name__]
-        meaning = comments(schema)
+        meaning = dict(re.findall(r"^ +(\w+): .*?  # (.*)$", inspect.getsource(schema), re.M))
         for field in dataclasses.fields(schema):
             default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
-            lines += [f"  {f'--{field.name}={kind_name(types[field.name])}':<44} {meaning[field.name]} [{default!r}]"]
+            key = f"--{field.name}={type_name(types[field.name])}"
+            lines += [f"  {key:<44} {meaning.get(field.name, '')} [{default!r}]"]
     return "\n".join(lines)
+
+
+def output_folder(path, flag):
+    """The folder for results, made if need be; UserError if it cannot be written. Ask before the work."""
+    path = Path(path).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise UserError(f"{flag}={path} cannot be written to ({error.strerror}): give another") from error
+    return path
+
+
+def table(head, rows):
+    """A markdown table."""
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
