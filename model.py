@@ -1,12 +1,15 @@
-"""A Qwen3-style Transformer whose sublayers read and write a depth memory, and every residual method as such a memory.
+"""A Qwen3-style Transformer whose sublayers read and write a depth memory, and the residual methods, each
+such a memory.
 
     from model import GPT, GPTConfig
     model = GPT(GPTConfig(vocab_size=320, residual="mhar", route_heads=8))
-    loss = model(idx, targets)                                  # nats per token; model(idx) gives the logits
+    loss, _ = model(idx, targets)                     # nats per token; model(idx) gives the logits
 
-Shape letters, everywhere in this repository: B batch, T time, M = B*T tokens, D width (n_embd), H routing heads, K = D // H,
-S depth sources and sites (2 * n_layer + 1), L layers, n streams of the hyper-connections, V rows of the vocabulary.
+Shape letters, everywhere in this repository: B batch, T time, M = B*T tokens, D width (n_embd), H routing
+heads, K = D // H, S depth sources and sites (2 * n_layer + 1), L layers, n streams of hyper-connections, V
+vocabulary rows.
 """
+
 import math
 import re
 from dataclasses import dataclass
@@ -23,75 +26,38 @@ import routing_kernels
 from routing_kernels import route_reference
 
 
-@dataclass
-class GPTConfig:
-    block_size: int = 1024  # tokens of context
-    vocab_size: int | None = None  # rows of the embedding; None takes what the dataset asks for
-    n_layer: int = 12  # each layer is two sublayers, attention and MLP
-    n_head: int = 8  # query heads
-    n_kv_head: int = 4  # key and value heads (grouped-query attention)
-    n_embd: int = 512  # width D of the stream
-    head_dim: int | None = None  # width of an attention head; None: n_embd // n_head
-    ffn_dim: int = 1536  # hidden width of the SwiGLU MLP
-    rope_theta: float = 1e4  # base of the rotary frequencies
-    rope_scaling: dict | None = None  # Llama-3 frequency scaling as config.json writes it; None: plain rotary
-    norm_eps: float = 1e-6  # inside every RMSNorm, the routing keys' included
-    qk_norm: bool = True  # RMSNorm over head_dim on queries and keys (Qwen3 has it, Llama has not)
-    tie_embeddings: bool = True  # the output projection is the embedding
-    residual: Literal["baseline", "hc", "attnres", "mhar", "delta"] = "mhar"  # how a sublayer reads the depth before it
-    route_heads: int = 8  # H of mhar and delta; attnres is mhar with one head
-    hc_streams: int = 4  # n of the hyper-connections
-    hc_dynamic: bool = True  # hyper-connections: coefficients from the streams (DHC), or parameters alone (SHC)
-    delta_blocks: int = 8  # delta: the layers are cut into this many blocks, the last may be short
-    delta_recursive: bool = False  # delta: the publicly released difference and its late first site, instead of true block deltas
-    route_init: Literal["zero", "normal"] = "zero"  # routing queries at start: zero reads the mean of the sources; normal is N(0, 0.02)
-
-    def __post_init__(self):
-        for name in ("block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "route_heads", "hc_streams", "delta_blocks", "head_dim", "vocab_size"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.rope_theta <= 0 or self.norm_eps < 0:
-            raise ValueError(f"rope_theta={self.rope_theta} must be over 0, norm_eps={self.norm_eps} at least 0")
-        self.head_dim = self.head_dim or self.n_embd // self.n_head
-        if self.residual == "attnres":
-            self.route_heads = 1
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}: choose n_kv_head among its divisors")
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even (rotary pairs); without head_dim= it is n_embd // n_head")
-        if self.residual in ("mhar", "delta") and self.n_embd % self.route_heads:
-            raise ValueError(f"n_embd={self.n_embd} is not a multiple of route_heads={self.route_heads}: choose route_heads among its divisors")
-        if self.rope_scaling is not None:
-            needs = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-            if self.rope_scaling.get("rope_type") != "llama3" or not needs <= self.rope_scaling.keys():
-                raise ValueError(f"rope_scaling={self.rope_scaling} is not understood: only rope_type 'llama3' with {', '.join(sorted(needs))} is, or None")
-
-    @property
-    def sites(self):
-        """S: the embedding and 2 n_layer sublayer outputs are sources; as many sites read them (the last feeds the final norm)."""
-        return 2 * self.n_layer + 1
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The residual methods. Each is a module holding the method's parameters; start(x) opens a depth memory for one forward pass:
+# ----------------------------------------------------------------------------------------------------------
+# The residual methods. Each is a module with its parameters; start(x) opens a depth memory for one pass:
 #     memory = residual.start(x)        x [B, T, D], the token embedding
 #     h = memory.read()                 what the next sublayer reads [B, T, D]
 #     memory.write(f)                   that sublayer's raw output [B, T, D]
 #     h = memory.output()               what the final norm reads [B, T, D]
-# With start(x, record=[]) each routed read appends its weights to that list, alpha [N, B, T, H] fp32 over its N sources.
-# Parameters of all sites are stacked, [S, D]: one optimizer entry each, and every one has a gradient at every step.
-# ----------------------------------------------------------------------------------------------------------------------
+# Parameters of all sites are stacked, [S, D]: one optimizer entry each, with a gradient at every step.
+# ----------------------------------------------------------------------------------------------------------
 class Additive(nn.Module):
-    """The standard residual stream: x += f."""
+    """The standard residual stream: x += f. Also what every other method falls back on."""
+
+    routes = False  # True: it mixes N sources, and start(x, record=[]) records the weights [N, B, T, H], fp32
+    never_decay = ()  # names of its parameters that weight decay spares
 
     def __init__(self, config):
         super().__init__()
+        self.kernel = "torch"  # what runs the routing, see choose_kernel
 
     def init_weights(self, config, generator):
-        """Nothing to initialise: the baseline has no parameters of its own."""
+        """Fills the parameters; `generator` is the method's own, the trunk's weights do not depend on it."""
 
     def start(self, x, record=None):
         return AdditiveMemory(x)
+
+    def flops(self, config):
+        """Multiply-adds, as 2 FLOPs each, that the method adds to a token's forward pass."""
+        return 0
+
+    @staticmethod
+    def kernel_obstacle(config, device, dtype):
+        """Why the fused kernels cannot run this method there, in one line; None where they can."""
+        return f"residual={config.residual} has no fused kernels"
 
 
 class AdditiveMemory:
@@ -108,16 +74,18 @@ class AdditiveMemory:
         return self.x
 
 
-class HyperConnections(nn.Module):
-    """n parallel streams, mixed before and after every sublayer (Zhu et al. 2024, arXiv 2409.19606, section 2).
+class HyperConnections(Additive):
+    """n parallel streams, mixed around every sublayer (Zhu et al. 2024, arXiv 2409.19606, section 2).
 
-    For sublayer k with streams x_1..x_n:  h = sum_j A_m[j] x_j is read;  x_i <- sum_j A_r[j, i] x_j + B[i] f  is written.
-    Dynamic (DHC) adds to each coefficient s * tanh(RMSNorm(x_j) W), computed per token, in fp32 like all coefficients here.
-    Start: A_m one-hot (stream k mod n), A_r = I, B = 1, W = 0, s = 0.01: every stream is then the baseline's stream.
+    Sublayer k with streams x_1..x_n:  reads h = sum_j A_m[j] x_j,  writes x_i <- sum_j A_r[j, i] x_j + B[i] f.
+    Dynamic (DHC) adds s * tanh(RMSNorm(x_j) W) to each coefficient, per token; all coefficients are fp32.
+    Start: A_m one-hot (stream k mod n), A_r = I, B = 1, W = 0, s = 0.01: every stream is the baseline's.
     """
 
+    never_decay = ("read_weight", "mix_weight", "write_weight")  # decay would pull the identity A_r to zero
+
     def __init__(self, config):
-        super().__init__()
+        super().__init__(config)
         n, sub, D = config.hc_streams, 2 * config.n_layer, config.n_embd
         self.n, self.dynamic, self.eps = n, config.hc_dynamic, config.norm_eps
         self.read_weight = nn.Parameter(torch.empty(sub, n))  # A_m
@@ -144,28 +112,34 @@ class HyperConnections(nn.Module):
             self.write_scale.fill_(0.01)
 
     def coefficients(self, k, streams):
-        """A_m [j], A_r [j][i], B [i] of sublayer k: fp32 scalars, or [B, T, 1] each where they depend on the token."""
+        """A_m [j], A_r [j][i], B [i] of sublayer k: fp32 scalars, or [B, T, 1] where they depend on the token."""
         a_m, a_r, b = self.read_weight[k].float(), self.mix_weight[k].float(), self.write_weight[k].float()
         if not self.dynamic:
             return a_m.unbind(0), [row.unbind(0) for row in a_r.unbind(0)], b.unbind(0)
-        proj = torch.cat([self.read_proj[k, :, None], self.mix_proj[k], self.write_proj[k, :, None]], 1).float()  # [D, n + 2]
-        proj = proj * self.norm_weight[k, :, None].float()
+        proj = [self.read_proj[k, :, None], self.mix_proj[k], self.write_proj[k, :, None]]
+        proj = torch.cat(proj, 1).float() * self.norm_weight[k, :, None].float()  # [D, n + 2]
+        read_scale, write_scale = self.read_scale[k].float(), self.write_scale[k].float()
         A_m, A_r, B = [], [], []
         for j, x in enumerate(streams):
             x = x.float()
             with torch.autocast(x.device.type, enabled=False):
-                dyn = torch.tanh((x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)) @ proj)  # [B, T, n + 2]
-            A_m.append(a_m[j] + self.read_scale[k].float() * dyn[..., :1])
-            A_r.append([a_r[j, i] + self.read_scale[k].float() * dyn[..., i + 1 : i + 2] for i in range(self.n)])
-            B.append(b[j] + self.write_scale[k].float() * dyn[..., -1:])
+                normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+                dyn = torch.tanh(normed @ proj)  # [B, T, n + 2]
+            A_m.append(a_m[j] + read_scale * dyn[..., :1])
+            A_r.append([a_r[j, i] + read_scale * dyn[..., i + 1 : i + 2] for i in range(self.n)])
+            B.append(b[j] + write_scale * dyn[..., -1:])
         return A_m, A_r, B
 
     def start(self, x, record=None):
         return HyperMemory(self, x)
 
+    def flops(self, config):
+        coefficients = 2 + self.n  # per stream: one of A_m, n of A_r, one of B
+        return 2 * config.n_layer * 2 * config.n_embd * self.n * coefficients * (1 + self.dynamic)
+
 
 class HyperMemory:
-    """The streams are a list and not one tensor: the compiler of torch 2.11 fails on reductions over four streams."""
+    """The streams are a list, not one tensor: torch 2.11's compiler fails on reductions over four streams."""
 
     def __init__(self, residual, x):
         self.residual, self.site, self.streams, self.coefficients = residual, 0, [x] * residual.n, None
@@ -182,26 +156,28 @@ class HyperMemory:
     def write(self, f):
         _, a_r, b = self.connections()
         old = self.streams
-        self.streams = [(sum(a_r[j][i] * x.float() for j, x in enumerate(old)) + b[i] * f.float()).to(f.dtype) for i in range(len(old))]
+        mixed = [sum(a_r[j][i] * x.float() for j, x in enumerate(old)) for i in range(len(old))]
+        self.streams = [(mix + b[i] * f.float()).to(f.dtype) for i, mix in enumerate(mixed)]
         self.site, self.coefficients = self.site + 1, None
 
     def output(self):
         return sum(x.float() for x in self.streams).to(self.streams[0].dtype)
 
 
-class Routed(nn.Module):
-    """Attention residuals (H = 1) and their multi-head form: every site reads a softmax mixture of all earlier outputs.
+class Routed(Additive):
+    """Attention residuals (H = 1), and with heads: a softmax mixture of all earlier outputs (eqs. 2 and 3).
 
-    Site s, counted by the writes so far, reads sources 0..s: the embedding and the raw sublayer outputs (paper eqs. 2 and 3).
-    The output is routed too, by a query of its own. With zero queries every read is the mean of its sources.
+    Site s, counted by the writes so far, reads sources 0..s: the embedding and the raw sublayer outputs. The
+    output is routed too, by a query of its own. With zero queries every read is the mean of its sources.
     """
 
+    routes = True
+
     def __init__(self, config):
-        super().__init__()
+        super().__init__(config)
         self.n_heads, self.eps = config.route_heads, config.norm_eps
         self.query = nn.Parameter(torch.empty(config.sites, config.n_embd))  # [S, D]
         self.key_norm = nn.Parameter(torch.empty(config.sites, config.n_embd))  # [S, D]
-        self.kernel = "torch"
 
     def init_weights(self, config, generator):
         init_query(self.query, config, generator)
@@ -212,15 +188,23 @@ class Routed(nn.Module):
             return routing_kernels.FusedRouter(x, self.query, self.key_norm, self.n_heads, self.eps)
         return RoutedMemory(self, x, record)
 
+    def flops(self, config):
+        pairs = config.sites * (config.sites + 1) // 2  # of a source and a site: a dot and a mix each
+        return pairs * 4 * config.n_embd
+
+    @staticmethod
+    def kernel_obstacle(config, device, dtype):
+        return routing_kernels.kernel_support(device, dtype, config.n_embd, config.route_heads, config.sites)
+
 
 class RoutedMemory:
     def __init__(self, residual, x, record):
         self.residual, self.sources, self.record = residual, [x], record
-        self.queries, self.key_norms = residual.query.unbind(0), residual.key_norm.unbind(0)
+        self.parameters = list(zip(residual.query.unbind(0), residual.key_norm.unbind(0)))
 
     def read(self):
-        s = len(self.sources) - 1
-        h, alpha = route_reference(self.sources, self.queries[s], self.key_norms[s], self.residual.n_heads, self.residual.eps)
+        query, key_norm = self.parameters[len(self.sources) - 1]
+        h, alpha = route_reference(self.sources, query, key_norm, self.residual.n_heads, self.residual.eps)
         if self.record is not None:
             self.record.append(alpha)
         return h
@@ -232,17 +216,20 @@ class RoutedMemory:
         return self.read()
 
 
-class Delta(nn.Module):
-    """Delta attention residuals: the stream stays additive, and a gated mixture of what whole blocks added is read beside it.
+class Delta(Additive):
+    """Delta attention residuals: an additive stream, and a gated mixture of what whole blocks added.
 
-    Layers are cut into blocks. A site of block b reads a learned null source, the embedding and the deltas (stream at block end
-    minus stream at block start) of blocks 0..b-1:  h = x + gate * mix. Gates start at zero, so a pretrained model is unchanged.
-    recursive=True is the publicly released form instead: source k is (stream at the start of block k) - (source k-1), and it joins
-    the list only after the block's first attention site, which still reads the older list (arXiv 2605.18855 and its code).
+    Layers are cut into blocks. A site of block b reads a learned null source, the embedding and the deltas
+    (stream at block end minus stream at block start) of blocks 0..b-1:  h = x + gate * mix. Gates start at
+    zero, so a pretrained model is unchanged. delta_recursive is the publicly released form instead: source k
+    is (stream at the start of block k) - (source k-1), and it joins the list only after the block's first
+    attention site, which still reads the older list (arXiv 2605.18855 and its code).
     """
 
+    routes = True
+
     def __init__(self, config):
-        super().__init__()
+        super().__init__(config)
         self.n_heads, self.eps, self.recursive = config.route_heads, config.norm_eps, config.delta_recursive
         self.block_layers = math.ceil(config.n_layer / config.delta_blocks)
         sites, D = 2 * config.n_layer, config.n_embd
@@ -250,7 +237,6 @@ class Delta(nn.Module):
         self.key_norm = nn.Parameter(torch.empty(sites, D))
         self.null_source = nn.Parameter(torch.empty(sites, D))
         self.gate = nn.Parameter(torch.empty(sites))
-        self.kernel = "torch"
 
     def init_weights(self, config, generator):
         init_query(self.query, config, generator)
@@ -258,22 +244,36 @@ class Delta(nn.Module):
         self.null_source.zero_()
         self.gate.zero_()
 
+    def per_site(self):
+        return self.query, self.key_norm, self.null_source, self.gate
+
     def start(self, x, record=None):
         if self.kernel == "triton" and record is None:
-            parameters = self.query, self.key_norm, self.null_source, self.gate
-            return routing_kernels.FusedDeltaRouter(x, *parameters, self.n_heads, 2 * self.block_layers, self.eps)
+            shape = self.n_heads, 2 * self.block_layers, self.eps
+            return routing_kernels.FusedDeltaRouter(x, *self.per_site(), *shape)
         return DeltaMemory(self, x, record)
+
+    def flops(self, config):
+        pairs = sum(2 + layer // self.block_layers for layer in range(config.n_layer)) * 2
+        return pairs * 4 * config.n_embd
+
+    @staticmethod
+    def kernel_obstacle(config, device, dtype):
+        if config.delta_recursive:
+            return "the released recursive form of delta has no fused kernels"
+        shape = config.n_embd, config.route_heads, config.sites, config.delta_blocks
+        return routing_kernels.kernel_support(device, dtype, *shape)
 
 
 class DeltaMemory:
     def __init__(self, residual, x, record):
         self.residual, self.record, self.site, self.x, self.block_start = residual, record, 0, x, x
         self.sources = [] if residual.recursive else [x]
-        self.parameters = [p.unbind(0) for p in (residual.query, residual.key_norm, residual.null_source, residual.gate)]
+        self.parameters = list(zip(*(p.unbind(0) for p in residual.per_site())))
 
     def read(self):
         r, x = self.residual, self.x
-        query, key_norm, null, gate = (p[self.site] for p in self.parameters)
+        query, key_norm, null, gate = self.parameters[self.site]
         sources = [null.to(x.dtype).expand_as(x), *self.sources]
         mix, alpha = route_reference(sources, query, key_norm, r.n_heads, r.eps)
         if self.record is not None:
@@ -304,35 +304,87 @@ def init_query(query, config, generator):
 RESIDUALS = {"baseline": Additive, "hc": HyperConnections, "attnres": Routed, "mhar": Routed, "delta": Delta}
 
 
-def choose_kernel(kernel, config, device, dtype):
-    """Which code routes: kernel "auto" | "triton" | "torch" -> ("triton" | "torch", the reason in words).
+POSITIVE = ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "ffn_dim",
+            "route_heads", "hc_streams", "delta_blocks")  # fmt: skip
 
-    auto takes Triton on CUDA where it supports the shape, and torch elsewhere. ValueError if triton is asked for and cannot run.
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024  # tokens of context
+    vocab_size: int | None = None  # rows of the embedding; None takes what the dataset asks for
+    n_layer: int = 12  # each layer is two sublayers, attention and MLP
+    n_head: int = 8  # query heads
+    n_kv_head: int = 4  # key and value heads (grouped-query attention)
+    n_embd: int = 512  # width D of the stream
+    head_dim: int | None = None  # width of an attention head; None: n_embd // n_head
+    ffn_dim: int = 1536  # hidden width of the SwiGLU MLP
+    rope_theta: float = 1e4  # base of the rotary frequencies
+    rope_scaling: dict | None = None  # Llama-3 frequency scaling as config.json writes it; None: plain rotary
+    norm_eps: float = 1e-6  # inside every RMSNorm, the routing keys' included
+    qk_norm: bool = True  # RMSNorm over head_dim on queries and keys (Qwen3 has it, Llama has not)
+    tie_embeddings: bool = True  # the output projection is the embedding
+    residual: Literal[tuple(RESIDUALS)] = "mhar"  # how a sublayer reads the depth before it
+    route_heads: int = 8  # H of mhar and delta; attnres is mhar with one head
+    hc_streams: int = 4  # n of the hyper-connections
+    hc_dynamic: bool = True  # their coefficients depend on the token (DHC), or are parameters alone (SHC)
+    delta_blocks: int = 8  # delta: the layers are cut into this many blocks, the last may be short
+    delta_recursive: bool = False  # the publicly released recursive difference, not true block deltas
+    route_init: Literal["zero", "normal"] = "zero"  # queries: zero reads the sources' mean; N(0, 0.02)
+
+    def __post_init__(self):
+        """ValueError, in one line, for values that fit no model."""
+        for name in POSITIVE:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.rope_theta <= 0 or self.norm_eps < 0:
+            raise ValueError(
+                f"rope_theta={self.rope_theta} must be over 0, norm_eps={self.norm_eps} 0 or more"
+            )
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even; its default is n_embd // n_head")
+        if self.residual == "attnres":
+            self.route_heads = 1
+        parts = {"n_head": "n_kv_head"} | (
+            {"n_embd": "route_heads"} if RESIDUALS[self.residual].routes else {}
+        )
+        for whole, part in parts.items():
+            if getattr(self, whole) % getattr(self, part):
+                raise ValueError(
+                    f"{part}={getattr(self, part)} does not divide {whole}={getattr(self, whole)}"
+                )
+        if (scaling := self.rope_scaling) is not None:
+            needs = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+            if scaling.get("rope_type") != "llama3" or not needs <= scaling.keys():
+                raise ValueError(f"rope_scaling={scaling}: needs rope_type 'llama3' with {sorted(needs)}")
+
+    @property
+    def sites(self):
+        """S: sources, the embedding and 2 n_layer outputs; also sites, one per sublayer and the final norm."""
+        return 2 * self.n_layer + 1
+
+
+def choose_kernel(kernel, config, device, dtype):
+    """What runs the routing: kernel "auto" | "triton" | "torch" -> ("triton" | "torch", the reason in words).
+
+    auto takes Triton on CUDA where it supports the method and its shape, and torch elsewhere. ValueError if
+    triton is requested and cannot run.
     """
-    if config.residual in ("baseline", "hc"):
-        if kernel == "triton":
-            raise ValueError(f"kernel=triton: residual={config.residual} has nothing to route; leave kernel=auto")
-        return "torch", f"residual={config.residual} does not route"
-    if kernel == "torch":
-        return "torch", "asked for"
-    if kernel == "auto" and torch.device(device).type != "cuda":
-        return "torch", "the fused kernels need a CUDA device"
-    blocks = config.delta_blocks if config.residual == "delta" else 0
-    obstacle = routing_kernels.kernel_support(device, dtype, config.n_embd, config.route_heads, config.sites, blocks)
-    if config.residual == "delta" and config.delta_recursive:
-        obstacle = "the released recursive form of delta has no fused kernel"
-    elif config.residual == "delta" and config.delta_blocks > routing_kernels.MAX_BLOCKS:
-        obstacle = f"delta_blocks={config.delta_blocks} is over the kernels' limit of {routing_kernels.MAX_BLOCKS}"
+    obstacle = RESIDUALS[config.residual].kernel_obstacle(config, device, dtype)
     if kernel == "triton" and obstacle:
         raise ValueError(f"kernel=triton cannot run: {obstacle}; use kernel=auto or kernel=torch")
-    return ("torch", obstacle) if obstacle else ("triton", "asked for" if kernel == "triton" else "CUDA device")
+    if kernel == "torch":
+        return "torch", "requested"
+    if obstacle:
+        return "torch", obstacle
+    return "triton", "requested" if kernel == "triton" else "CUDA device"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # The Transformer
-# ----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 whatever comes in, so that fp32 weights count in full."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32 whatever the dtype of x."""
 
     def __init__(self, width, eps):
         super().__init__()
@@ -346,7 +398,7 @@ def rope_tables(config, T, device):
     """cos and sin [T, head_dim / 2] of positions 0..T-1, fp32 whatever the model's dtype."""
     half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
     freq = 1.0 / config.rope_theta ** (half / config.head_dim)
-    if scaling := config.rope_scaling:  # Llama 3: long wavelengths are stretched, short ones kept, those between interpolated
+    if scaling := config.rope_scaling:  # Llama 3: long wavelengths are stretched, short ones kept
         factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
         turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)
         smooth = ((turns - low) / (high - low)).clamp(0, 1)
@@ -356,7 +408,7 @@ def rope_tables(config, T, device):
 
 
 def rotate(x, rope):
-    """Rotary embedding in the half-split layout of Llama and Qwen: x [B, T, heads, head_dim], channel i pairs with i + head_dim / 2."""
+    """Rotary embedding of x [B, T, heads, head_dim], channels i and i + head_dim / 2 as in Llama and Qwen."""
     cos, sin = (table[:, None, :] for table in rope)  # [T, 1, head_dim / 2]
     a, b = x.float().chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
@@ -386,10 +438,11 @@ class Attention(nn.Module):
         q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, T, head_dim]
         mask = None
-        if cached:
-            past_k, past_v, positions, mask = cached  # [B, n_kv_head, length, head_dim] twice, [T], [T, length]
+        if cached:  # [B, n_kv_head, length, head_dim] twice, [T], [T, length]
+            past_k, past_v, positions, mask = cached
             k, v = past_k.index_copy_(2, positions, k), past_v.index_copy_(2, positions, v)
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=self.n_head != self.n_kv_head)
+        grouped = self.n_head != self.n_kv_head
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -413,37 +466,40 @@ class Layer(nn.Module):
 
 
 class KVCache:
-    """Keys and values of the tokens seen, for generation: model(idx, cache=cache) reads on from where it stopped.
+    """Keys and values of the tokens seen, for generation: model(idx, cache=cache) continues where it stopped.
 
-    Only attention looks back in time; a depth memory concerns the tokens at hand alone. All shapes are fixed from the start, with the
-    position in a tensor, so that a step can be replayed as a CUDA graph. It holds `length` tokens; beyond that the result is undefined.
+    Only attention looks back in time; a depth memory holds the current tokens alone. All shapes are fixed,
+    with the position in a tensor, so that a step can be replayed as a CUDA graph. Beyond `length` tokens the
+    result is undefined.
     """
 
     def __init__(self, config, B, length, device, dtype):
         shape = config.n_layer, B, config.n_kv_head, length, config.head_dim
-        self.k, self.v = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
+        self.k = torch.zeros(shape, device=device, dtype=dtype)
+        self.v = torch.zeros(shape, device=device, dtype=dtype)
         self.position = torch.zeros((), dtype=torch.int64, device=device)  # tokens seen
         self.rope = rope_tables(config, length, device)
 
     def open(self, T):
-        """For the next T tokens: their rotary tables, and each layer's (keys, values, positions [T], mask [T, length])."""
+        """Rotary tables of the next T tokens, and each layer's (keys, values, positions [T], mask [T, length])."""
         positions = self.position + torch.arange(T, device=self.position.device)
         mask = torch.arange(self.k.size(3), device=positions.device) <= positions[:, None]
         self.position += T
-        return tuple(table[positions] for table in self.rope), [(k, v, positions, mask) for k, v in zip(self.k, self.v)]
+        layers = [(k, v, positions, mask) for k, v in zip(self.k, self.v)]
+        return tuple(table[positions] for table in self.rope), layers
 
 
 class GPT(nn.Module):
-    """The Transformer. It never asks which residual method it has: it reads from and writes to a depth memory.
+    """The Transformer. It never asks which residual method it has: it reads and writes a depth memory.
 
-    kernel: "torch" or "triton", see choose_kernel. seed fixes the weights: those of the trunk are the same for every residual method.
-    ValueError for a config without vocab_size, and where a forward pass is longer than block_size.
+    kernel: "torch" or "triton", see choose_kernel. seed fixes the weights; the trunk's are the same for every
+    method. ValueError for a config without vocab_size, and where a forward pass is longer than block_size.
     """
 
     def __init__(self, config, kernel="torch", seed=0):
         super().__init__()
         if config.vocab_size is None:
-            raise ValueError("vocab_size is not set: take it from the dataset's header, or give --vocab_size=")
+            raise ValueError("vocab_size is not set: it is the dataset's, or given as --vocab_size=")
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layer))
@@ -451,14 +507,15 @@ class GPT(nn.Module):
         self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.residual = RESIDUALS[config.residual](config)
         self.residual.kernel = kernel
-        self.grad_checkpoint = False  # recompute the sublayers in backward instead of keeping their activations
-        self.loss_head = loss_head  # where the model is compiled in parts, train.py puts the compiled one here
+        self.grad_checkpoint = False  # recompute sublayers in backward instead of keeping activations
+        self.loss_head = loss_head  # an attribute, so that it can be compiled by itself
         self.init_weights(seed)
         self.rope = rope_tables(config, config.block_size, self.embed.weight.device)
 
     def _apply(self, fn, recurse=True):
-        """What .to(), .cuda(), .bfloat16() and to_empty() go through. The rotary tables follow the weights' device, but stay fp32: so they are
-        no buffer. They are made here and not in forward, where the compiler would compute their sines again in every layer."""
+        """What .to(), .cuda(), .bfloat16() and to_empty() call. The rotary tables follow the weights' device
+        but stay fp32, so they are no buffer; made in forward, the compiler would recompute their sines in
+        every layer."""
         super()._apply(fn, recurse)
         self.rope = rope_tables(self.config, self.config.block_size, self.embed.weight.device)
         return self
@@ -471,7 +528,7 @@ class GPT(nn.Module):
         routing queries                      zeros, or normal 0.02 (route_init)
         null sources, gates                  zeros
         hyper-connections                    the identity, see HyperConnections
-        Drawn on the CPU, trunk first and routing from a generator of its own: one seed gives one trunk, on any device, for any method.
+        Drawn on the CPU, the residual method's from their own generator: one seed, one trunk, on any device.
         """
         trunk, routing = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1)
         for module in self.modules():
@@ -484,10 +541,10 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, z_loss=0.0, record=None, cache=None):
         """idx [B, T] token ids -> logits [B, T, V] in the compute dtype.
 
-        record: a list to which every routed read appends its weights. cache: a KVCache with what came before idx.
+        record: a list to which every routed read appends its weights. cache: a KVCache of earlier tokens.
 
-        With targets [B, T] (-100 is left out): (loss, cross_entropy), both fp32 scalars, means over the targets in nats per token;
-        loss = cross_entropy + z_loss * mean(logsumexp(logits)^2) is what to differentiate, cross_entropy is detached.
+        With targets [B, T] (-100 is ignored): (loss, cross_entropy), fp32, means in nats per token. loss =
+        cross_entropy + z_loss * mean(logsumexp(logits)^2) is to be differentiated; the other is detached.
         """
         B, T = idx.shape
         if T > self.config.block_size:
@@ -495,9 +552,12 @@ class GPT(nn.Module):
         x = self.embed(idx)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        rope, cached = cache.open(T) if cache else (tuple(table[:T] for table in self.rope), [None] * self.config.n_layer)
-        # nothing in a sublayer is random, and the generator's state cannot be asked for while a CUDA graph is recorded
-        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False) if self.grad_checkpoint and self.training else call
+        rope, cached = tuple(table[:T] for table in self.rope), [None] * self.config.n_layer
+        if cache:
+            rope, cached = cache.open(T)
+        run = call
+        if self.grad_checkpoint and self.training:  # nothing is random: no generator state to preserve
+            run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
         memory = self.residual.start(x, record)
         for layer, past in zip(self.layers, cached):
@@ -509,23 +569,18 @@ class GPT(nn.Module):
         return F.linear(x, weight) if targets is None else self.loss_head(x, weight, targets, z_loss)
 
     def parameter_counts(self):
-        """{"total", "routing"}: parameters of the model, and those that the residual method adds to the trunk."""
-        return {"total": sum(p.numel() for p in self.parameters()), "routing": sum(p.numel() for p in self.residual.parameters())}
+        """{"total", "routing"}: parameters of the model, and those that the residual method adds."""
+        parts = {"total": self, "routing": self.residual}
+        return {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
 
     def flops_per_token(self, T):
-        """Training FLOPs per token at context T: 3x the forward's multiply-adds (2 FLOPs each) of the projections, the output head,
-        causal attention (half of T on average) and the routing (a dot and a mix per source and site: 4D). Norms and softmax are left out."""
+        """Training FLOPs per token at context T: 3x the forward's multiply-adds (2 FLOPs each) of projections,
+        output head, causal attention (half of T on average) and residual method, without norms and softmax."""
         c = self.config
-        linear = sum(2 * p.numel() for name, p in self.layers.named_parameters() if p.dim() == 2) + 2 * c.vocab_size * c.n_embd
+        matrices = [self.embed.weight] + [p for p in self.layers.parameters() if p.dim() == 2]
+        linear = sum(2 * p.numel() for p in matrices)
         attention = c.n_layer * 2 * T * c.n_head * c.head_dim
-        if c.residual in ("attnres", "mhar"):
-            pairs = c.sites * (c.sites + 1) // 2
-        elif c.residual == "delta":
-            pairs = sum(2 + layer // self.residual.block_layers for layer in range(c.n_layer)) * 2
-        else:
-            pairs = 0
-        mixing = 2 * c.n_layer * 2 * c.n_embd * c.hc_streams * (c.hc_streams + 2 + (c.hc_streams + 2) * c.hc_dynamic) if c.residual == "hc" else 0
-        return 3 * (linear + attention + 4 * c.n_embd * pairs + mixing)
+        return 3 * (linear + attention + self.residual.flops(c))
 
 
 def call(f, *args):
@@ -535,13 +590,15 @@ def call(f, *args):
 def assign(parameter, value):
     """Copy a full tensor into a parameter, or this rank's part of it into a sharded one."""
     if isinstance(parameter, DTensor):
-        value = distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        value = distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
     parameter.copy_(value)
 
 
 class Project(torch.autograd.Function):
-    """F.linear, x [M, D] and weight [V, D] -> logits [M, V], whose weight gradient stays a product of its own. The compiler would merge it with that of a
-    tied embedding's other use, at the end of the backward, and the gradient of the logits, the largest tensor of a step, would live until then."""
+    """F.linear, x [M, D] and weight [V, D] -> logits [M, V], whose weight gradient stays a product of its
+    own. The compiler would merge it with the embedding's at the end of the backward, and keep the logits'
+    gradient, the largest tensor of a step, until then."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -552,13 +609,13 @@ class Project(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dlogits):
         x, weight = ctx.saved_tensors
-        return dlogits @ weight, torch.addmm(weight, dlogits.t(), x, beta=0)  # mm, which this is, would be merged
+        return dlogits @ weight, torch.addmm(weight, dlogits.t(), x, beta=0)  # a plain mm would be merged
 
 
 def loss_head(x, weight, targets, z_loss):
-    """(loss, cross_entropy) of GPT.forward from the final stream x [B, T, D] and the output projection's weight [V, D]."""
+    """(loss, cross_entropy) of GPT.forward, from the final stream x [B, T, D] and the output weight [V, D]."""
     x, weight = x.flatten(0, 1), weight.to(x.dtype)
-    early = len(x) >= 8 * x.size(1)  # the logits' gradient [M, V] is far larger than the weight's [V, D], which then has to wait
+    early = len(x) >= 8 * x.size(1)  # the logits' gradient [M, V] is far larger than the weight's [V, D]
     logits = (Project.apply(x, weight) if early else F.linear(x, weight)).float()  # [M, V]
     targets = targets.flatten()
     loss = F.cross_entropy(logits, targets, ignore_index=-100)
@@ -569,14 +626,15 @@ def loss_head(x, weight, targets, z_loss):
     return loss, cross_entropy
 
 
-PEAK_FLOPS = {  # dense bf16 FLOP/s by a word of the name the driver gives, from the vendors' data sheets; the first match counts
-    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "GH200": 989e12, "B200": 2250e12, "GB200": 2500e12,
-    "A100": 312e12, "A800": 312e12, "A40": 149.7e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12, "4090": 165.2e12, "5090": 209.5e12, "3090": 71e12,
+PEAK_FLOPS = {  # dense bf16 FLOP/s by a word of the device's name, from data sheets; the first match counts
+    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "GH200": 989e12, "B200": 2250e12,
+    "GB200": 2500e12, "A100": 312e12, "A800": 312e12, "A40": 149.7e12, "A10": 125e12, "L40S": 362e12,
+    "L4": 121e12, "4090": 165.2e12, "5090": 209.5e12, "3090": 71e12,
 }  # fmt: skip
 
 
 def peak_flops(device):
-    """Dense bf16 peak of a device in FLOP/s, or None where the table does not know it: better no MFU than a wrong one."""
+    """Dense bf16 peak of a device in FLOP/s, or None where unknown: better no MFU than a wrong one."""
     if torch.device(device).type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
