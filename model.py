@@ -77,7 +77,7 @@ class AdditiveMemory:
 class HyperConnections(Additive):
     """n parallel streams, mixed around every sublayer (Zhu et al. 2024, arXiv 2409.19606, section 2).
 
-    Sublayer k with streams x_1..x_n:  reads h = sum_j A_m[j] x_j,  writes x_i <- sum_j A_r[j, i] x_j + B[i] f.
+    Sublayer k reads h = sum_j A_m[j] x_j of streams x_1..x_n, writes x_i <- sum_j A_r[j, i] x_j + B[i] f.
     Dynamic (DHC) adds s * tanh(RMSNorm(x_j) W) to each coefficient, per token; all coefficients are fp32.
     Start: A_m one-hot (stream k mod n), A_r = I, B = 1, W = 0, s = 0.01: every stream is the baseline's.
     """
@@ -112,7 +112,7 @@ class HyperConnections(Additive):
             self.write_scale.fill_(0.01)
 
     def coefficients(self, k, streams):
-        """A_m [j], A_r [j][i], B [i] of sublayer k: fp32 scalars, or [B, T, 1] where they depend on the token."""
+        """A_m [j], A_r [j][i], B [i] of sublayer k: fp32 scalars, or [B, T, 1] if dynamic."""
         a_m, a_r, b = self.read_weight[k].float(), self.mix_weight[k].float(), self.write_weight[k].float()
         if not self.dynamic:
             return a_m.unbind(0), [row.unbind(0) for row in a_r.unbind(0)], b.unbind(0)
@@ -360,7 +360,7 @@ class GPTConfig:
 
     @property
     def sites(self):
-        """S: sources, the embedding and 2 n_layer outputs; also sites, one per sublayer and the final norm."""
+        """S sources (the embedding, 2 n_layer outputs) and S sites (each sublayer, the final norm)."""
         return 2 * self.n_layer + 1
 
 
@@ -481,7 +481,7 @@ class KVCache:
         self.rope = rope_tables(config, length, device)
 
     def open(self, T):
-        """Rotary tables of the next T tokens, and each layer's (keys, values, positions [T], mask [T, length])."""
+        """The next T tokens' rotary tables, and per layer (keys, values, positions [T], mask [T, length])."""
         positions = self.position + torch.arange(T, device=self.position.device)
         mask = torch.arange(self.k.size(3), device=positions.device) <= positions[:, None]
         self.position += T
@@ -574,8 +574,8 @@ class GPT(nn.Module):
         return {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
 
     def flops_per_token(self, T):
-        """Training FLOPs per token at context T: 3x the forward's multiply-adds (2 FLOPs each) of projections,
-        output head, causal attention (half of T on average) and residual method, without norms and softmax."""
+        """Training FLOPs per token at context T: 3x forward's multiply-adds (2 FLOPs each): projections,
+        head, causal attention (half of T on average) and residual method; norms and softmax are left out."""
         c = self.config
         matrices = [self.embed.weight] + [p for p in self.layers.parameters() if p.dim() == 2]
         linear = sum(2 * p.numel() for p in matrices)
@@ -613,7 +613,7 @@ class Project(torch.autograd.Function):
 
 
 def loss_head(x, weight, targets, z_loss):
-    """(loss, cross_entropy) of GPT.forward, from the final stream x [B, T, D] and the output weight [V, D]."""
+    """(loss, cross_entropy) of GPT.forward from the final x [B, T, D] and the output weight [V, D]."""
     x, weight = x.flatten(0, 1), weight.to(x.dtype)
     early = len(x) >= 8 * x.size(1)  # the logits' gradient [M, V] is far larger than the weight's [V, D]
     logits = (Project.apply(x, weight) if early else F.linear(x, weight)).float()  # [M, V]
