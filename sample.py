@@ -1,9 +1,11 @@
 """Generate text from a checkpoint, with a KV cache, for every residual method.
 
-python sample.py out/demo_mhar
-python sample.py out/mhar_1b_mhar --prompt="The capital of France" --temperature=0 --max_new_tokens=30
-python sample.py out/demo_mhar --num_samples=4 --top_p=0.9 --seed=1
-python sample.py out/my_import --prompt="Once" --tokenizer=my_model/tokenizer.json
+    python sample.py out/demo_mhar
+    python sample.py out/mhar_1b_mhar --prompt="The capital of France" --temperature=0 --max_new_tokens=30
+    python sample.py out/demo_mhar --num_samples=4 --top_p=0.9 --seed=1
+    python sample.py out/my_import --prompt="Once" --tokenizer=my_model/tokenizer.json
+
+A text ends where the model says so, or after --max_new_tokens.
 """
 
 import json
@@ -82,15 +84,11 @@ def load_text(ckpt, meta, tokenizer=None, prefix_token="auto"):
 
     rows = meta["model_config"]["vocab_size"]
     if text.n_ids > rows:
-        raise UserError(
-            f"{name} has {text.n_ids:,} ids, {ckpt} only {rows:,} rows: give another --tokenizer="
-        )
+        raise UserError(f"{name} has {text.n_ids:,} ids, {ckpt} {rows:,} rows: give another --tokenizer=")
     auto = text.bos if meta.get("origin") and text.bos is not None else text.eot
     prefix = str({"auto": auto, "bos": text.bos, "eot": text.eot}.get(prefix_token, prefix_token))
     if not prefix.isdecimal() or int(prefix) >= text.n_ids:
-        raise UserError(
-            f"--prefix_token={prefix_token}: {name} has none; give eot or an id below {text.n_ids}"
-        )
+        raise UserError(f"--prefix_token={prefix_token}: {name} has only eot and ids below {text.n_ids}")
     text.prefix = int(prefix)
     return text
 
@@ -98,10 +96,9 @@ def load_text(ckpt, meta, tokenizer=None, prefix_token="auto"):
 def named_text(name):
     t = load_tokenizer(name)
     plain = lambda text: t.encode(unicodedata.normalize("NFC", text) if t.nfc else text).tolist()
-    stops = (
-        [t.eot, t.n_text] if name == "qwen3" else [t.eot]
-    )  # <|im_end|>, and <|endoftext|> of the base models
-    return Text(name, plain, t.decode, t.n_ids, t.n_text if name == "llama3" else None, stops)
+    bos = t.n_text if name == "llama3" else None
+    stops = [t.eot, t.n_text] if name == "qwen3" else [t.eot]  # its base models end with <|endoftext|>
+    return Text(name, plain, t.decode, t.n_ids, bos, stops)
 
 
 def json_text(path):
@@ -173,10 +170,8 @@ def generate(model, prompt, new, n_ids, temperature=1.0, top_k=0, top_p=1.0, gen
     """
     B, T = prompt.shape
     if T + new > model.config.block_size:
-        raise UserError(
-            f"the prompt's {T} tokens and {new} new ones exceed the model's block_size="
-            f"{model.config.block_size}: shorten the prompt, or give a smaller --max_new_tokens="
-        )
+        both = f"the prompt's {T} tokens and {new} new ones exceed block_size={model.config.block_size}"
+        raise UserError(f"{both}: shorten the prompt, or lower --max_new_tokens=")
     where = T + new, prompt.device, model.embed.weight.dtype
     cache = KVCache(model.config, B, *where) if start is None else LeftPadded(model.config, start, *where)
     for part in prompt.split(512, 1):  # in parts: a long prompt's logits and scores would need most memory
@@ -217,9 +212,9 @@ def main():
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("ckpt", metavar="CKPT", help="a checkpoint, or a run's folder")
-    add("--prompt", default="", help="text to go on from; empty: a new document [%(default)r]")
+    add("--prompt", default="def ", help="text to go on from; empty: a new document [%(default)r]")
     add("--max_new_tokens", type=int, default=200, help="with the prompt at most block_size [%(default)s]")
-    add("--temperature", type=float, default=0.8, help="0 takes the likeliest token [%(default)s]")
+    add("--temperature", type=float, default=0.7, help="0 takes the likeliest token [%(default)s]")
     add("--top_k", type=int, default=0, help="draw from the k likeliest; 0: from all [%(default)s]")
     add("--top_p", type=float, default=1.0, help="from the likeliest that make up this share [%(default)s]")
     add("--seed", type=int, default=0, help="of the draws [%(default)s]")
@@ -228,13 +223,9 @@ def main():
     add("--weights", choices=["raw", "ema"], default="raw", help="ema: the running average [%(default)s]")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps [%(default)s]")
     args = parser.parse_args()
-    if not (
-        args.temperature >= 0 <= args.top_k
-        and 0 < args.top_p <= 1 <= min(args.max_new_tokens, args.num_samples)
-    ):
-        raise UserError(
-            "out of range: temperature >= 0, top_k >= 0, 0 < top_p <= 1, max_new_tokens and num_samples >= 1"
-        )
+    at_least_0 = min(args.temperature, args.top_k, args.max_new_tokens - 1, args.num_samples - 1) >= 0
+    if not at_least_0 or not 0 < args.top_p <= 1:
+        raise UserError("needs temperature, top_k >= 0, max_new_tokens, num_samples >= 1 and 0 < top_p <= 1")
     device = choose_device(args.device)
     ckpt, meta = read_meta(args.ckpt)
     text = load_text(ckpt, meta, args.tokenizer)
@@ -257,12 +248,9 @@ def main():
         if not any(running):
             break
     if args.num_samples > 1:
-        print(
-            args.prompt,
-            *(f"--- {i}\n{text.continuation(ids, new)}" for i, new in enumerate(drawn, 1)),
-            sep="\n",
-            end="",
-        )
+        print(args.prompt, end="")
+        for i, new in enumerate(drawn, 1):
+            print(f"\n--- {i}\n{text.continuation(ids, new)}", end="")
     print()
 
 
