@@ -1,124 +1,145 @@
-"""Generation: the KV cache against the uncached model, what is drawn, and the command line.
+"""Generation: the KV cache against the uncached model, what is drawn, tokenizers, the command line."""
 
-    python -m pytest tests/test_sample.py
-"""
 import json
-import shutil
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-import torch
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from dataclasses import asdict
+
+from configurator import UserError
+
+import torch
+from safetensors.torch import save_file
+from test_model import METHODS, scramble, tiny, tokens
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+import sample
 from model import KVCache
 from sample import choose, generate
-from test_model import METHODS, scramble, tiny, tokens
-from test_train import dataset, run  # noqa: F401  (dataset is a fixture)
 
 
-def uncached(model, prompt, new, n_ids):
-    ids = prompt
-    for _ in range(new):
-        ids = torch.cat([ids, model(ids)[:, -1:, :n_ids].argmax(-1)], 1)
-    return ids[:, prompt.size(1) :]
+def ids(*args, seed=0, **how):
+    return torch.stack(list(generate(*args, generator=torch.Generator().manual_seed(seed), **how)), 1)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_cached_generation_equals_uncached(method):
-    """Token for token, fp32, from a state in which every parameter counts; and logits in two pieces are those in one."""
+    """Token for token, from a state in which every parameter counts; alone, and padded beside another row."""
     model = tiny(method, block_size=40)
     scramble(model, 0.15)
-    prompt = tokens(3, 9)
+    prompt, whole, seen = tokens(3, 9), tokens(3, 9), []
     with torch.no_grad():
-        assert torch.equal(torch.stack(list(generate(model, prompt, 31, 50, temperature=0)), 1), uncached(model, prompt, 31, 50))
+        for _ in range(31):
+            whole = torch.cat([whole, model(whole)[:, -1:, :50].argmax(-1)], 1)
+        model.embed.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].size(1)))
+        assert torch.equal(ids(model, prompt, 31, 50, temperature=0), whole[:, 9:])
+        assert sum(seen) == 9 + 30  # no position is computed twice
+        short = ids(model, prompt[1:2, 4:], 31, 50, temperature=0)
+        start = torch.tensor([0, 4, 0])
+        assert torch.equal(ids(model, prompt, 31, 50, temperature=0, start=start)[1:2], short)
         cache = KVCache(model.config, 3, 40, "cpu", torch.float32)
-        pieces = torch.cat([model(part, cache=cache) for part in tokens(3, 40).split([1, 20, 7, 12], 1)], 1)
-        torch.testing.assert_close(pieces, model(tokens(3, 40)), atol=1e-5, rtol=1e-4)
+        pieces = [model(part, cache=cache) for part in tokens(3, 40).split([1, 20, 7, 12], 1)]
+        torch.testing.assert_close(torch.cat(pieces, 1), model(tokens(3, 40)), atol=1e-5, rtol=1e-4)
 
 
-def test_padding_rows_are_never_drawn():
+def test_padding_rows_are_never_drawn_and_the_seed_decides():
     model = tiny(vocab_size=64)
     with torch.no_grad():
         model.embed.weight[40:] *= 100  # rows that no token has, made likely
-    drawn = torch.stack(list(generate(model, tokens(8, 4, 40), 20, n_ids=40, temperature=2.0)))
+    drawn = ids(model, tokens(8, 4, 40), 20, n_ids=40, temperature=2.0)
     assert drawn.max() < 40 and len(drawn.unique()) > 10
+    again, other = (ids(model, tokens(8, 4, 40), 20, n_ids=40, temperature=2.0, seed=s) for s in (0, 1))
+    assert torch.equal(drawn, again) and not torch.equal(drawn, other)
 
 
 def test_choose():
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).repeat(4000, 1)
-    draw = lambda *cut: torch.bincount(choose(logits, *cut, torch.Generator().manual_seed(0)), minlength=4) / 4000
     p = logits[0].softmax(-1)
-    torch.testing.assert_close(draw(1.0, 0, 1.0), p, atol=0.03, rtol=0)
-    torch.testing.assert_close(draw(2.0, 0, 1.0), (logits[0] / 2).softmax(-1), atol=0.03, rtol=0)
-    torch.testing.assert_close(draw(1.0, 2, 1.0), torch.tensor([0, p[1], 0, p[3]]) / (p[1] + p[3]), atol=0.03, rtol=0)
-    torch.testing.assert_close(draw(1.0, 0, 0.6), torch.tensor([0.0, 1, 0, 0]))  # the likeliest alone has 0.64
-    torch.testing.assert_close(draw(1.0, 0, 0.7), torch.tensor([0, p[1], 0, p[3]]) / (p[1] + p[3]), atol=0.03, rtol=0)
-    assert draw(0, 0, 1.0)[1] == 1
+    two = torch.tensor([0, p[1], 0, p[3]]) / (p[1] + p[3])
+    one = torch.tensor([0.0, 1, 0, 0])
+    for cut, want in [
+        ((1.0, 0, 1.0), p),
+        ((2.0, 0, 1.0), (logits[0] / 2).softmax(-1)),
+        ((1.0, 2, 1.0), two),
+        ((1.0, 0, 0.6), one),  # the likeliest alone has 0.64
+        ((1.0, 0, 0.7), two),
+        ((0, 0, 1.0), one),
+    ]:
+        drawn = choose(logits, *cut, torch.Generator().manual_seed(0))
+        torch.testing.assert_close(torch.bincount(drawn, minlength=4) / 4000, want, atol=0.03, rtol=0)
 
 
-def test_the_seed_decides():
-    model = tiny()
-    first, again, other = (torch.stack(list(generate(model, tokens(2, 4), 15, 50, generator=torch.Generator().manual_seed(s)))) for s in (1, 1, 2))
-    assert torch.equal(first, again) and not torch.equal(first, other)
+def write_ckpt(path, **meta):
+    path.mkdir(parents=True, exist_ok=True)
+    model = tiny(vocab_size=320, block_size=64)
+    for name in ("model", "ema"):
+        save_file({n: p.detach() for n, p in model.named_parameters()}, path / f"{name}.safetensors")
+        scramble(model)
+    meta |= {"step": 4, "train_config": {"param_dtype": "float32"}, "model_config": asdict(model.config)}
+    (path / "meta.json").write_text(json.dumps(meta))
+    return path
 
 
-def test_ten_times_faster_than_uncached():
-    """64 new tokens after a prompt of 1,024, in seconds of the processor, which others on the machine do not change."""
-    model = tiny("mhar", block_size=1088, n_layer=6, n_embd=512, n_head=8, ffn_dim=1536)
-    prompt = tokens(1, 1024)
-    with torch.no_grad():
-        start = time.process_time()
-        list(generate(model, prompt, 64, 50, temperature=0))
-        cached = time.process_time() - start
-        start = time.process_time()
-        for i in range(4):
-            model(torch.cat([prompt, tokens(1, 16 * i + 8)], 1))
-        assert 16 * (time.process_time() - start) > 10 * cached  # some 30 times on a quiet machine
+@pytest.fixture
+def say(monkeypatch, capsys):
+    """What sample.py prints."""
+
+    def say(*argv):
+        monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, argv), "--device=cpu"])
+        sample.main()
+        return capsys.readouterr().out
+
+    return say
 
 
-def test_command_line(dataset, tmp_path):  # noqa: F811
-    run("--max_steps=4", "--block_size=64", "--ema_decay=0.5", f"--out_dir={tmp_path}/a", dataset=dataset)
-    sample = lambda *flags: subprocess.run([sys.executable, ROOT / "sample.py", *flags], capture_output=True, text=True)
-    done = sample(f"{tmp_path}/a", "--prompt=abc", "--max_new_tokens=40", "--seed=3", "--device=cpu")
-    assert done.returncode == 0 and done.stdout.startswith("abc") and len(done.stdout) > 20, done.stderr
-    done = sample(f"{tmp_path}/a/step_00000004", "--num_samples=3", "--weights=ema", "--top_k=5", "--device=cpu", "--max_new_tokens=10")
-    assert done.returncode == 0 and [f"--- {i}" in done.stdout for i in (1, 2, 3)] == [True] * 3
-    (tmp_path / "a/latest").write_text("")
-    again = sample(f"{tmp_path}/a", "--num_samples=3", "--weights=ema", "--top_k=5", "--device=cpu", "--max_new_tokens=10")
-    assert again.stdout == done.stdout and again.stderr.startswith("warning: ") and len(again.stderr.splitlines()) == 1, again.stderr
+HERE = {"dataset": "mine", "tokenizer": "bytes"}
+
+
+def test_command_line(tmp_path, say):
+    path = write_ckpt(tmp_path / "run/step_00000004", data=HERE)
+    alone = say(path.parent, "--prompt=abc", "--max_new_tokens=40", "--seed=3")
+    assert alone.startswith("abc") and len(alone) > 20
+    three = say(path, "--num_samples=3", "--max_new_tokens=40")
+    assert [f"--- {i}" in three for i in (1, 2, 3, 4)] == [True] * 3 + [False]
+    assert say(path, "--weights=ema", "--max_new_tokens=40") != say(path, "--max_new_tokens=40")
     for flags, words in [
-        ([f"{tmp_path}"], "not a checkpoint"), ([f"{tmp_path}/a", "--max_new_tokens=64"], "--max_new_tokens=63"), ([f"{tmp_path}/a", "--top_p=0"], "--top_p"),
-        ([f"{tmp_path}/a", "--device=cuda"], "no CUDA GPU"),
-    ]:  # fmt: skip
-        done = sample("--prompt=", *flags)
-        assert done.returncode == 2 and words in done.stderr and len([line for line in done.stderr.splitlines() if line.startswith("error: ")]) == 1, done.stderr
+        ([tmp_path], "is not a checkpoint"),
+        ([path, "--prompt=ab", "--max_new_tokens=63"], "2 tokens and 63 new ones exceed block_size=64"),
+        ([path, "--top_p=0"], "top_p"),
+        ([path, "--temperature=nan"], "temperature"),
+        ([path, "--tokenizer=no"], "neither a tokenizer.json nor one of bytes"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            say(*flags)
 
 
-def test_an_imported_model_with_its_own_tokenizer(dataset, tmp_path):  # noqa: F811
-    """Where no tokenizer is known it says what to give; a tokenizer.json, given or beside the source, is read, bos and all."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-
-    run("--max_steps=1", "--block_size=64", f"--out_dir={tmp_path}/a", dataset=dataset)
-    ckpt = shutil.copytree(tmp_path / "a/step_00000001", tmp_path / "b")
-    meta = json.loads((ckpt / "meta.json").read_text())
-    meta |= {"data": {"dataset": None, "tokenizer": None}, "origin": {"source": str(tmp_path / "src"), "config": {}}}
-    (ckpt / "meta.json").write_text(json.dumps(meta))
-    (tmp_path / "tok").mkdir()
-    t = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, **{w: i for i, w in enumerate("abcdefgh", 2)}}, unk_token="a"))
-    t.pre_tokenizer, t.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+def test_an_imported_model(tmp_path, say):
+    """Its own tokenizer counts, with bos, first spaces and every end id, until the model is trained here."""
+    src, words = tmp_path / "src", ["<s>", "</s>", "▁b", *(f"▁w{i}" for i in range(317))]
+    t = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="▁b"))
+    t.pre_tokenizer, t.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     t.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])
-    t.save(str(tmp_path / "tok/tokenizer.json"))
-    (tmp_path / "tok/tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    sample = lambda *flags: subprocess.run([sys.executable, ROOT / "sample.py", ckpt, "--device=cpu", "--prompt=ab", "--max_new_tokens=61", *flags], capture_output=True, text=True)
-    done = sample()
-    assert done.returncode == 2 and "names no tokenizer: give --tokenizer=" in done.stderr and "tokenizer.json" in done.stderr and len(done.stderr.splitlines()) == 1
-    given = sample(f"--tokenizer={tmp_path}/tok/tokenizer.json")
-    assert given.returncode == 0 and len(given.stdout) > 2 and set(given.stdout.strip()) <= set("abcdefgh"), given.stderr
-    done = sample(f"--tokenizer={tmp_path}/tok", "--max_new_tokens=62")
-    assert done.returncode == 2 and "prompt's 3 tokens" in done.stderr  # <s> stands before them
-    shutil.copytree(tmp_path / "tok", tmp_path / "src")
-    assert sample().stdout == given.stdout
+    origin = {"source": str(src), "config": {"eos_token_id": 1}}
+    path = write_ckpt(tmp_path / "a", data={"dataset": None, "tokenizer": None}, origin=origin)
+    run = lambda *flags: say(path, "--prompt=w1 b", "--max_new_tokens=20", *flags)
+    with pytest.raises(UserError, match="names no tokenizer: give --tokenizer="):
+        run()
+
+    src.mkdir()
+    t.save(str(src / "tokenizer.json"))
+    write_ckpt(path, data={"dataset": None, "tokenizer": "bytes"}, origin=origin)  # a guess does not count
+    text = sample.load_text(*sample.read_meta(path))
+    assert (text.encode("w1 b"), text.encode("b", bos=False), text.eot) == ([0, 4, 2], [2], 1)
+    whole = run()
+    new = whole.split()[2:]
+    assert whole.startswith("w1 b w") and len(new) == 20 and run(f"--tokenizer={src}") == whole
+    ends = [300, words.index("▁" + new[5])]
+    (src / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    assert run().split()[2:] == new[:5]
+
+    trained = sample.load_text(*sample.read_meta(write_ckpt(tmp_path / "b", data=HERE, origin=origin)))
+    assert (trained.name, trained.eot, trained.stops) == ("bytes", 256, [256, 1, *ends])
+    assert sample.named_text("qwen3").stops == [151_645, 151_643]
