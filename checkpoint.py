@@ -1,49 +1,81 @@
-"""Checkpoints: out_dir/step_00000500/{model.safetensors, ema.safetensors, optimizer/, meta.json}. Nothing is pickled.
+"""Checkpoints: out_dir/step_00000500/{model.safetensors, ema.safetensors, optimizer/, meta.json}. Nothing is
+pickled.
 
-A checkpoint is written as .step_00000500.part and renamed when all of it is there, so every step_* folder is whole
-and the newest one is where a run goes on. CKPT, in every script, is such a folder or the run's folder around it.
+A checkpoint is written as .step_00000500.part and renamed when it is on disk, so every step_* folder is whole
+and a run goes on from the newest one. CKPT, in every script, is such a folder or the run's folder around it.
 """
+
 import json
 import os
 import shutil
+import warnings
+from contextlib import contextmanager
 from pathlib import Path
+
+from configurator import UserError
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from configurator import UserError
 from model import GPT, GPTConfig, assign, choose_kernel
-from parallel import barrier, full, is_first
+from parallel import barrier, full, rank
+
+warnings.filterwarnings(
+    "ignore", message="torch.distributed is disabled"
+)  # of checkpoints of a single process
+STEPS = "step_" + 8 * "[0-9]"  # a folder of another name, step_00000500_best say, is the user's
+FAILURES = (
+    OSError,
+    SafetensorError,
+    dcp.CheckpointException,
+)  # of reading and writing; the last is no Exception
 
 
 def find_checkpoint(path):
     """The checkpoint folder that CKPT means, or None."""
     path = Path(path)
-    if (path / "meta.json").is_file():
-        return path
-    return max(path.glob("step_" + 8 * "[0-9]"), default=None)
+    return path if (path / "meta.json").is_file() else max(path.glob(STEPS), default=None)
+
+
+@contextmanager
+def readable(ckpt):
+    """Turns what a damaged file raises into one line that names the checkpoint."""
+    try:
+        yield
+    except (*FAILURES, ValueError, KeyError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(
+            f"{ckpt} cannot be read ({reason}): remove that folder, the one before it counts then"
+        ) from error
 
 
 def read_meta(path):
-    """(checkpoint folder, its meta.json) of a CKPT that must be one."""
+    """(checkpoint folder, its meta.json) of a CKPT; UserError if it is none."""
     ckpt = find_checkpoint(path)
     if ckpt is None:
         raise UserError(f"{path} is not a checkpoint: give a folder with meta.json, or a run's folder")
-    return ckpt, json.loads((ckpt / "meta.json").read_text())
+    with readable(ckpt):
+        meta = json.loads((ckpt / "meta.json").read_text())
+        return ckpt, {key: meta[key] for key in ("step", "model_config", "train_config", "data")} | meta
 
 
 def load_weights(own, ckpt, name="model.safetensors"):
-    """Copy the file's (or its shards') tensors into `own` {name: tensor}, which may be sharded. Strict."""
+    """Copy a file's tensors (or those of its shards) into `own` {name: tensor}, whole or sharded, one by one.
+    Strict: UserError with up to five names that only one side has."""
     index = ckpt / f"{name}.index.json"
-    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [name]
-    stored = {key: file for file in [safe_open(ckpt / f, "pt") for f in files] for key in file.keys()}
-    if odd := sorted(own.keys() ^ stored.keys()):
-        raise UserError(f"{ckpt} does not fit this model, it differs in {odd[:5]}: use the flags it was trained with")
-    with torch.no_grad():
+    with readable(ckpt), torch.no_grad():
+        files = (
+            sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [name]
+        )
+        stored = {key: file for file in [safe_open(ckpt / f, "pt") for f in files] for key in file.keys()}
+        if odd := sorted(own.keys() ^ stored.keys()):
+            raise UserError(
+                f"{ckpt} does not fit this model, it differs in {odd[:5]}: give the flags it was trained with"
+            )
         for key, tensor in own.items():
             assign(tensor, stored[key].get_tensor(key))
 
@@ -51,9 +83,9 @@ def load_weights(own, ckpt, name="model.safetensors"):
 def load_model(path, device, weights="raw", dtype=None, kernel="auto"):
     """(model, meta) of a CKPT, ready for inference.
 
-    weights: raw | ema. dtype: what it computes in; None: bfloat16 on CUDA, else float32. Matrices are cast to it once
-    and norms and routing keep the file's precision, so that the numbers are those of train.py's evaluation; in
-    float32 everything is cast. UserError for a CKPT without such weights.
+    weights: raw | ema. dtype: what it computes in; None: bfloat16 on CUDA, else float32. Matrices are cast to
+    it once, norms and routing keep the file's precision, so that the numbers are those of train.py's
+    evaluation. UserError for a CKPT without such weights.
     """
     ckpt, meta = read_meta(path)
     name = {"raw": "model.safetensors", "ema": "ema.safetensors"}[weights]
@@ -70,7 +102,7 @@ def load_model(path, device, weights="raw", dtype=None, kernel="auto"):
 
 
 def cast_matrices(model, dtype):
-    """The model with its matrices in dtype; in float32 everything."""
+    """The model with its matrices in dtype; in float32 everything is."""
     for module in model.modules():
         if dtype == torch.float32 or isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
             module.to(dtype)
@@ -78,7 +110,7 @@ def cast_matrices(model, dtype):
 
 
 def optimizer_tensors(model, optimizer):
-    """AdamW's state by parameter name, made (as zeros) where it is not there yet: {"exp_avg.layers.0...": tensor}."""
+    """AdamW's state {"exp_avg.layers.0...": tensor}, made (as zeros) where it is not there yet."""
     tensors = {}
     for name, p in model.named_parameters():
         if not (state := optimizer.state[p]):
@@ -89,37 +121,44 @@ def optimizer_tensors(model, optimizer):
 
 
 def load_optimizer(ckpt, model, optimizer):
-    dcp.load(optimizer_tensors(model, optimizer), storage_reader=HuggingFaceStorageReader(str(ckpt / "optimizer")),
-             no_dist=not dist.is_initialized())  # fmt: skip
+    """Fill in AdamW's state, whatever number of ranks saved it. All ranks call this together."""
+    reader = HuggingFaceStorageReader(str(ckpt / "optimizer"))
+    with readable(ckpt):
+        dcp.load(
+            optimizer_tensors(model, optimizer), storage_reader=reader, no_dist=not dist.is_initialized()
+        )
 
 
 def save_checkpoint(out_dir, meta, model, ema, optimizer, keep):
-    """All ranks call this together. Tensors are gathered one by one, and written by the first rank; AdamW's moments,
-    the largest part, are written by all ranks, each its share."""
+    """All ranks call this together. The first one gathers the weights one by one and writes them; AdamW's
+    moments, the largest part, are written by all ranks, each its share. The newest `keep` checkpoints stay.
+    """
     name = f"step_{meta['step']:08d}"
     part = out_dir / f".{name}.part"
-    if is_first():
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+    if rank == 0:
+        for stale in out_dir.glob(f".{STEPS}.part"):  # of a process that was killed
+            shutil.rmtree(stale)
+        part.mkdir()
     barrier()
     for file, tensors in {"model": dict(model.named_parameters()), "ema": ema}.items():
         copies = {}
         for key, tensor in tensors.items():
             tensor = full(tensor.detach())
-            if is_first():
+            if rank == 0:
                 copies[key] = tensor.cpu().contiguous()
         if copies:
             save_file(copies, part / f"{file}.safetensors")
     writer = HuggingFaceStorageWriter(str(part / "optimizer"), save_distributed=True)
     dcp.save(optimizer_tensors(model, optimizer), storage_writer=writer, no_dist=not dist.is_initialized())
     barrier()
-    if is_first():
+    if rank == 0:
         (part / "meta.json").write_text(json.dumps(meta, indent=1))
         for file in filter(Path.is_file, part.rglob("*")):
+            file.chmod((part / "meta.json").stat().st_mode)  # safetensors keeps its files to the owner
             with open(file, "rb") as f:
                 os.fsync(f.fileno())
         shutil.rmtree(out_dir / name, ignore_errors=True)
         os.replace(part, out_dir / name)
-        for old in sorted(out_dir.glob("step_" + 8 * "[0-9]"))[:-keep]:
+        for old in sorted(out_dir.glob(STEPS))[:-keep]:
             shutil.rmtree(old)
     barrier()
