@@ -120,10 +120,14 @@ def optimizer_tensors(model, optimizer):
     return tensors
 
 
-def load_optimizer(ckpt, model, optimizer):
+def load_optimizer(ckpt, meta, model, optimizer):
     """Fill in AdamW's state, whatever number of ranks saved it. All ranks call this together."""
     reader = HuggingFaceStorageReader(str(ckpt / "optimizer"))
     with readable(ckpt):
+        if (
+            len(list((ckpt / "optimizer").iterdir())) != meta["optimizer_files"]
+        ):  # zeros would take their place
+            raise FileNotFoundError("files of the optimizer are missing")
         dcp.load(
             optimizer_tensors(model, optimizer), storage_reader=reader, no_dist=not dist.is_initialized()
         )
@@ -152,6 +156,7 @@ def save_checkpoint(out_dir, meta, model, ema, optimizer, keep):
     dcp.save(optimizer_tensors(model, optimizer), storage_writer=writer, no_dist=not dist.is_initialized())
     barrier()
     if rank == 0:
+        meta = meta | {"optimizer_files": len(list((part / "optimizer").iterdir()))}
         (part / "meta.json").write_text(json.dumps(meta, indent=1))
         for file in filter(Path.is_file, part.rglob("*")):
             file.chmod((part / "meta.json").stat().st_mode)  # safetensors keeps its files to the owner
