@@ -2,13 +2,12 @@
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from dataclasses import asdict
-
 from configurator import UserError
 
 import torch
