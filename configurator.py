@@ -89,10 +89,11 @@ def configure(argv, *schemas, doc=None, default_file=None):
     for path in files or ([default_file] if default_file else []):
         settings |= {name: (value, str(path)) for name, value in read_file(path, types).items()}
     settings |= flags
+    own = [[field.name for field in dataclasses.fields(schema)] for schema in schemas]
     try:
         configs = [
-            schema(**{f.name: settings[f.name][0] for f in dataclasses.fields(schema) if f.name in settings})
-            for schema in schemas
+            schema(**{n: settings[n][0] for n in names if n in settings})
+            for schema, names in zip(schemas, own)
         ]
     except ValueError as error:  # the schema's own check in __post_init__
         raise UserError(error) from error
@@ -141,14 +142,13 @@ def convert(value, kind, where):
     """`value`, text or a Python value, as `kind`; the UserError says where, and what is accepted."""
     options = typing.get_args(kind)
     optional = NoneType in options
-    if optional and (value is None or value in ("None", "none")):
+    if optional and value in (None, "None", "none"):
         return None
     core = options[0] if optional else kind
     if core is str and isinstance(value, str):
         return os.path.expanduser(value)
-    for choice in typing.get_args(core):  # of a Literal
-        if value == str(choice) or (type(value) is type(choice) and value == choice):
-            return choice
+    if value in typing.get_args(core):  # of a Literal
+        return value
     if isinstance(value, str):
         try:
             value = ast.literal_eval({"true": "True", "false": "False"}.get(value, value.strip()))
