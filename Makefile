@@ -1,6 +1,6 @@
 # make demo    environment, data, a baseline and an MHAR model on the same data, and the table of their difference
 # make study   every residual method, head count and seed on config/study.py, probes of the routers, and the report; what is finished is skipped
-# make test    environment and all tests
+# make test    environment, ruff and all tests
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -36,7 +36,9 @@ study: .venv/ready
 	$(BIN)/python report.py $(OUT)/* --out_dir=report/study $(if $(word 2,$(RATES)),--best)
 
 test: .venv/ready-dev
-	$(BIN)/python -m pytest -q
+	$(BIN)/ruff format --check -q .
+	$(BIN)/ruff check -q .
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 .venv/ready: requirements.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'

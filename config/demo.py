@@ -1,4 +1,5 @@
-"""A tiny MHAR on text that is on every machine, the Python standard library's sources as bytes: minutes on two CPU cores.
+"""A tiny MHAR on text that every machine has, the Python standard library's sources: minutes on two CPU
+cores.
 
     python train.py                                         # this file is the default
     python train.py config/demo.py --residual=baseline      # the same data in the same order

@@ -1,4 +1,5 @@
-"""The 1B model on web text, as the paper's web-corpus tables were made (appendix H): a larger peak rate, queries drawn at random.
+"""The 1B model on web text, as in the paper's web-corpus tables (appendix H): a larger peak rate, random
+queries.
 
     torchrun --nproc_per_node=8 train.py config/fineweb_1b.py
 

@@ -1,4 +1,5 @@
-"""marin_8b_delta.py with one routing head: what the paper's comparison lacks, to tell the gain of several heads from that of routing.
+"""marin_8b_delta.py with one routing head, which the paper's comparison lacks: the gain of routing without
+heads.
 
     python convert_8b.py import marin-8b-base out/marin_8b_base_single_head --route_heads=1
     torchrun --nproc_per_node=8 train.py config/marin_8b_single_head.py

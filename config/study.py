@@ -1,10 +1,11 @@
 """The first study: every residual method on the 100M trunk for 1,000 short steps, minutes a run on one GPU.
 
-    make study                                                     # all of it: methods x heads x seeds, probes, report
+    make study                                  # methods x heads x seeds, probes, report
     python train.py config/study.py --residual=attnres --seed=2 --out_dir=out/study/attnres_s2
 
-8.2M tokens in all, of a text of 8.3M (README tells how to make data/study): no window is seen twice. That is a three-hundredth of the paper's
-2.6B, at its peak rate; differences at this length need not be those at 20,000 steps.
+8.2M tokens of a text of 8.3M (RESULTS.md says how to make data/study): no window is seen twice. That is a
+three-hundredth of the paper's 2.6B, at its peak rate; differences at this length need not be those at 20,000
+steps.
 """
 
 _base = "mhar_100m.py"

@@ -2,8 +2,9 @@
 
     python train.py config/width_d768.py --residual=attnres   # probe.py then reads its queries
 
-The paper says "d alone changes" and gives no more. Taken here: 12 heads, which keep head_dim at 64, and an MLP of 3 times the
-width, as at 100M. With the Qwen3 vocabulary that is 199.3M parameters (its table says 124M, without saying what it counts).
+The paper says "d alone changes" and gives no more. Taken here: 12 heads, which keep head_dim at 64, and an
+MLP of 3 times the width, as at 100M. With the Qwen3 vocabulary that is 199.3M parameters (its table says
+124M, without saying what it counts).
 """
 
 _base = "fineweb_100m.py"
