@@ -1,4 +1,4 @@
-"""A Llama- or Qwen3-style model of Hugging Face into a checkpoint, and back.
+"""A Llama or Qwen3 model of Hugging Face into a checkpoint, and back.
 
     python convert_8b.py import marin-8b-base out/marin_8b_base_delta   # adds delta routing, its gates closed
     python convert_8b.py import marin-8b-base out/marin_8b_base_plain --residual=baseline
@@ -61,7 +61,7 @@ def read_config(folder):
     kind = content.get("model_type")
     if kind not in ("llama", "qwen3"):
         raise UserError(f"{file}: model_type={kind} cannot be converted, only llama and qwen3 can")
-    c = AutoConfig.for_model(**content).to_dict()  # with defaults for what is not set
+    c = AutoConfig.from_pretrained(folder).to_dict()  # with defaults for what is not set
     rope = c["rope_parameters"]
     found = c | rope | {"layer_types": set(c.get("layer_types") or ["full_attention"])}
     for key, values in COMPUTED.items():
@@ -132,7 +132,7 @@ def new_folder(path):
         os.sync()
         part.rename(path)
     except (OSError, SafetensorError) as error:  # a full disk
-        raise UserError(f"{path} could not be written: {error}") from error
+        raise UserError(f"{path} cannot be written: {error}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -165,7 +165,7 @@ def import_(args):
     reshaped = [n for n in stored.keys() & shapes if stored[n].shape != shapes[n]]
     wrong = {"missing": shapes.keys() - stored, "unexpected": unexpected, "of another shape": reshaped}
     if wrong := [f"{what} {', '.join(sorted(names)[:5])}" for what, names in wrong.items() if names]:
-        raise UserError(f"{src} has other tensors than its config.json asks for: {'; '.join(wrong)}")
+        raise UserError(f"{src} has other tensors than config.json asks for: {'; '.join(wrong)}")
     if head is not None and not torch.equal(head, stored["model.embed_tokens.weight"]):
         raise UserError(f"{src}: config.json ties lm_head.weight to the embedding, but they differ")
     tensors = {name: stored.pop(hf_name(name)) for name, _ in model.named_parameters()}
@@ -257,7 +257,7 @@ def main():
     dtypes = ["float32", "bfloat16", "float16"]
     exporter.add_argument("--dtype", choices=["same", *dtypes], default="same", help="default: same")
     verifier.add_argument("--dtype", choices=dtypes[:2], default="float32", help="default: float32")
-    verifier.add_argument("--tolerance", type=float, help="share of the largest logit (float32: 1e-4)")
+    verifier.add_argument("--tolerance", type=float, help="share of the largest logit (1e-4 in float32)")
     verifier.add_argument("--device", default="auto", help="default: auto")
     parser.epilog = "\n".join(p.format_help() for p in (importer, exporter, verifier))
     args = parser.parse_args()
