@@ -41,16 +41,21 @@ def find_checkpoint(path):
     return path if (path / "meta.json").is_file() else max(path.glob(STEPS), default=None)
 
 
+def reason(error):
+    """What went wrong, in one line; torch wraps the errors of all ranks in one."""
+    if isinstance(error, dcp.CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
 @contextmanager
 def readable(ckpt):
     """Turns what a damaged file raises into one line that names the checkpoint."""
     try:
         yield
     except (*FAILURES, ValueError, KeyError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(
-            f"{ckpt} cannot be read ({reason}): remove that folder, the one before it counts then"
-        ) from error
+        remedy = "remove that folder to go on from the one before it"
+        raise UserError(f"{ckpt} cannot be read ({reason(error)}): {remedy}") from error
 
 
 def read_meta(path):
