@@ -129,10 +129,9 @@ def load_optimizer(ckpt, meta, model, optimizer):
     """Fill in AdamW's state, whatever number of ranks saved it. All ranks call this together."""
     reader = HuggingFaceStorageReader(str(ckpt / "optimizer"))
     with readable(ckpt):
-        if (
-            len(list((ckpt / "optimizer").iterdir())) != meta["optimizer_files"]
-        ):  # zeros would take their place
-            raise FileNotFoundError("files of the optimizer are missing")
+        files = len(list((ckpt / "optimizer").iterdir()))
+        if files != meta["optimizer_files"]:  # else zeros would stand in for what is missing
+            raise FileNotFoundError(f"{files} of {meta['optimizer_files']} files of the optimizer are there")
         dcp.load(
             optimizer_tensors(model, optimizer), storage_reader=reader, no_dist=not dist.is_initialized()
         )

@@ -506,7 +506,7 @@ def test_log(dataset, tmp_path, capsys):
     losses = [e["loss"] for e in events(tmp_path / "a", "val")]
     assert end["val_tail_mean"] == pytest.approx(np.mean(losses)) and end["val_tail_count"] == 2
     said = capsys.readouterr().out
-    for words in ("adds 388 of them", "256 tokens = 1 ranks", "routing: torch (", "weight decay 0.1"):
+    for words in ("388 of them of residual=delta", "256 tokens = 1 ranks", "routing: torch (", "weight decay 0.1"):
         assert words in said, words
 
 
