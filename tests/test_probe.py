@@ -1,119 +1,137 @@
-"""The probe finds what was planted, and nothing in a random query.
+"""The probe finds what was planted, and nothing in a random query."""
 
-    python -m pytest tests/test_probe.py
-"""
 import json
-import subprocess
 import sys
-from pathlib import Path
+from dataclasses import asdict
+
+from configurator import UserError
 
 import matplotlib.image
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
+from test_model import scramble, tiny, tokens
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
 import probe
-from test_model import tiny, tokens
-from test_train import dataset, run  # noqa: F401  (dataset is a fixture)
+from data import pack_header
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory):
+    """Documents of letters, as bytes with 256 at their ends: forty in val.bin, of 10 to 49 letters."""
+    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    for split, count in (("train", 60), ("val", 40)):
+        ids = np.concatenate([[*rng.integers(97, 107, 10 + i), 256] for i in range(count)]).astype("<u4")
+        header = {"tokens": len(ids), "tokenizer": "bytes", "vocab": 320, "eot": 256, "sha256": split}
+        (folder / f"{split}.bin").write_bytes(pack_header(header) + ids.tobytes())
+    return folder
+
+
+def save(model, folder, dataset=None, tokenizer="bytes", **meta):
+    """A checkpoint as train.py leaves it; returns its path."""
+    folder.mkdir(parents=True)
+    save_file({name: p.detach() for name, p in model.named_parameters()}, folder / "model.safetensors")
+    data = {"dataset": dataset and str(dataset), "sha256": dataset and "train", "tokenizer": tokenizer}
+    meta |= {"step": 7, "model_config": asdict(model.config), "train_config": {"param_dtype": "float32"}}
+    (folder / "meta.json").write_text(json.dumps(meta | {"data": data}))
+    return str(folder)
 
 
 def test_disagreement_by_hand():
-    """Two sources, two slices, one token: a_1 = softmax(1, 0), a_2 = softmax(0, 1), alpha = (1/2, 1/2): KL = ln 2 - H(0.731)."""
+    """Two sources and slices, a_1 = softmax(1, 0), a_2 = softmax(0, 1), alpha uniform."""
     keys = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # [N, M, D]
     p = 1 / (1 + np.exp(-1))
     expected = np.log(2) + p * np.log(p) + (1 - p) * np.log(1 - p)
-    assert probe.disagreement(keys, torch.ones(2), 2) == pytest.approx((expected, expected), abs=1e-6)  # their mean is alpha here
+    assert probe.disagreement(keys, torch.ones(2), 2) == pytest.approx((expected, expected), abs=1e-6)
     assert probe.disagreement(keys, torch.ones(2), 1) == pytest.approx((0, 0), abs=1e-7)
     four = torch.tensor([[[1.0, 0, 0, 0]], [[0, 1.0, 0, 0]]])
-    assert probe.disagreement(four, torch.ones(4), 2, interleaved=True) == pytest.approx((expected, expected), abs=1e-6)
+    assert probe.disagreement(four, torch.ones(4), 2, True)[0] == pytest.approx(expected, abs=1e-6)
     assert probe.collinearity(torch.tensor([[[1.0, 0]], [[1.0, 0]], [[0, 2.0]]])) == pytest.approx(1 / 3)
 
 
-def test_reads_are_the_model_s():
+@pytest.mark.parametrize("method", ["attnres", "mhar", "delta", "delta recursive"])
+def test_reads_are_the_model_s(method):
     """At every site the probe's sources and keys give the weights that the model records."""
-    for method in ("attnres", "mhar", "delta"):
-        model, record = tiny(method, route_init="normal"), []
-        with torch.no_grad():
-            model.residual.query.mul_(20)
-            model(tokens(), record=record)
-        got = list(probe.reads(model, tokens()))
-        record = [a for a in record if len(a) > 1]
-        assert len(got) == len(record)
-        for (site, v, keys), alpha in zip(got, record):
-            torch.testing.assert_close(probe.weights_of(keys, model.residual.query[site].float(), model.residual.n_heads), alpha.flatten(1, 2), atol=1e-5, rtol=1e-4)
+    model, record = tiny(method), []
+    scramble(model)
+    query, H = model.residual.query, model.residual.n_heads
+    with torch.no_grad():
+        model(tokens(), record=record)
+    found, record = list(probe.reads(model, tokens())), [alpha for alpha in record if len(alpha) > 1]
+    assert len(found) == len(record) > 1
+    for (site, _, keys), alpha in zip(found, record):
+        torch.testing.assert_close(probe.weights_of(keys, query[site], H), alpha.flatten(1, 2))
 
 
 def test_planted_disagreement_is_found():
-    """Queries built so that their slices all want one source, or each another one, beside random ones of the same norm."""
-    g = torch.Generator().manual_seed(0)
-    N, M, D, S = 8, 200, 256, 4
+    """Slices that each want another source, that want the same, and random queries of the same norm."""
+    g, (N, M, D, S) = torch.Generator().manual_seed(0), (8, 200, 256, 4)
     own = torch.randn(N, 1, D, generator=g)  # a direction of its own for every source, and tokens around it
     keys = torch.nn.functional.rms_norm(own + 0.5 * torch.randn(N, M, D, generator=g), (D,))
-    slices = (own[:, 0] - own[:, 0].mean(0)).unflatten(-1, (S, -1))  # [N, S, D / S]
-    build = lambda wanted: 0.3 * torch.cat([slices[n, s] / slices[n, s].norm() for s, n in enumerate(wanted)])
-    apart, together = build([0, 2, 4, 6]), build([5, 5, 5, 5])
-    norm = apart.norm()
-    chance = np.mean([probe.disagreement(keys, q * norm / q.norm(), S) for q in torch.randn(10, D, generator=g)], axis=0)
-    assert probe.disagreement(keys, apart, S)[0] > 5 * chance[0]
-    assert probe.disagreement(keys, apart, S)[1] > 5 * max(chance[1], probe.disagreement(keys, together, S)[1])
-    another = torch.randn(D, generator=g)
-    np.testing.assert_allclose(probe.disagreement(keys, another * norm / another.norm(), S), chance, rtol=0.7)
+    slices = torch.nn.functional.normalize((own[:, 0] - own[:, 0].mean(0)).unflatten(-1, (S, -1)), dim=-1)
+    apart, together = (
+        0.3 * torch.cat([slices[n, s] for s, n in enumerate(w)]) for w in ([0, 2, 4, 6], [5] * 4)
+    )
+    random = torch.randn(10, D, generator=g)
+    random *= apart.norm() / random.norm(dim=1, keepdim=True)
+    chance = np.mean([probe.disagreement(keys, query, S) for query in random], axis=0)
+    kl, between = probe.disagreement(keys, apart, S)
+    assert kl > 5 * chance[0] and between > 5 * max(chance[1], probe.disagreement(keys, together, S)[1])
 
 
-def test_nothing_in_a_random_query():
+def test_random_and_zero_queries():
     model = tiny("attnres", n_layer=4, n_embd=64)
     with torch.no_grad():
         model.residual.query.normal_(0, 0.5, generator=torch.Generator().manual_seed(3))
-    rows = probe.measure(model, [tokens(4)], 4)["sites"]
-    kl, null = np.mean([r["kl"] for r in rows]), np.mean([r["null"] for r in rows])
-    assert 0.5 < kl / null < 2
-    zero = probe.measure(tiny("attnres"), [tokens(4)], 4)["sites"]
-    assert all(r["kl"] == pytest.approx(0, abs=1e-6) and r["entropy"] == pytest.approx(np.log(r["sources"]), abs=1e-5) for r in zero)
+    rows = probe.measure(model, [tokens(4)], 4)
+    assert 0.5 < np.mean([row["kl"] for row in rows]) / np.mean([row["null"] for row in rows]) < 2
+    for row in probe.measure(tiny("attnres"), [tokens(4)], 4):
+        assert row["kl"] < 1e-6 and row["entropy"] == pytest.approx(row["uniform"], abs=1e-5)
 
 
-def test_heads_replicate_on_other_text():
+def test_planted_heads_are_found_and_replicate():
+    """Head h of the last site wants source h: its deviation is largest there, on other text too. Heads with
+    nothing in common correlate by -1 / (H - 1)."""
     model = tiny("mhar", n_layer=4)
+    H, query = model.residual.n_heads, model.residual.query
     with torch.no_grad():
-        model.residual.query.normal_(0, 1, generator=torch.Generator().manual_seed(3))
-    a, b = (probe.measure(model, [tokens(2, seed=s) for s in seeds], 4)["deviation"] for seeds in ((1, 2), (3, 4)))
-    assert np.corrcoef(probe.flat(a), probe.flat(b))[0, 1] > 0.8
-    assert all(np.abs(d.mean(1)).max() < 1e-6 for d in a.values())
-
-
-def test_planted_heads_are_found():
-    """Head h of the last site wants source h alone: its deviation is largest there, and the heads have nothing else in common."""
-    model = tiny("mhar", n_layer=4)
-    H = model.residual.n_heads
-    with torch.no_grad():
-        model.residual.query.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))  # so that sources differ
-        *_, (site, v, keys) = probe.reads(model, tokens(4))
+        query.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
+        *_, (site, _, keys) = probe.reads(model, tokens(4))
         own = keys.mean(1).unflatten(-1, (H, -1))  # [N, H, K]
-        model.residual.query[site] = 40 * torch.cat([torch.nn.functional.normalize(own[h, h] - own[:, h].mean(0), dim=0) for h in range(H)])
-    planted = probe.measure(model, [tokens(4)], 4)["deviation"][site]
-    assert [planted[:, h].argmax() for h in range(H)] == list(range(H)) and planted[:H].diagonal().min() > 0.1
+        wanted = [torch.nn.functional.normalize(own[h, h] - own[:, h].mean(0), dim=0) for h in range(H)]
+        query[site] = 40 * torch.cat(wanted)
+    rows, other = (probe.measure(model, [tokens(4, seed=s)], 4) for s in (0, 1))
+    planted = rows[-1]["deviation"]
+    assert [planted[:, h].argmax() for h in range(H)] == list(range(H)) and planted.diagonal().min() > 0.1
+    assert np.corrcoef(probe.flat(rows, "deviation"), probe.flat(other, "deviation"))[0, 1] > 0.8
+    assert probe.between_heads([{"deviation": np.eye(4) - 0.25}] * 2) == pytest.approx(-1 / 3)
 
 
-def test_correlation_between_heads():
-    """Heads with a source each: deviations that sum to zero correlate by -1 / (H - 1). Two pairs of like heads: +1 within, -1 across."""
-    apart = np.eye(4) - 0.25
-    assert probe.between_heads({0: apart, 1: apart}) == pytest.approx(-1 / 3)
-    pairs = np.array([[0.1, 0.1, -0.1, -0.1], [-0.1, -0.1, 0.1, 0.1]])
-    assert probe.between_heads({0: pairs}) == pytest.approx((1 - 1 - 1) / 3)
+def test_command_line(dataset, tmp_path, monkeypatch, capsys):
+    def run(*flags):
+        monkeypatch.setattr(sys, "argv", ["probe.py", *flags, "--device=cpu", f"--out_dir={tmp_path}/p"])
+        probe.main()
 
-
-def test_command_line(dataset, tmp_path):  # noqa: F811
-    run("--max_steps=4", "--residual=mhar", f"--out_dir={tmp_path}/m", dataset=dataset)
-    run("--max_steps=2", "--residual=baseline", f"--out_dir={tmp_path}/b", dataset=dataset)
-    go = lambda *flags: subprocess.run([sys.executable, ROOT / "probe.py", *flags, "--device=cpu", f"--out_dir={tmp_path}/p"], capture_output=True, text=True)
-    done = go(f"{tmp_path}/m", "--windows=2")
-    assert done.returncode == 0, done.stderr
-    assert "| learned excess |" in done.stdout and {p.name for p in (tmp_path / "p").iterdir()} == {"probe.json", "sites.png", "perhead.png"}
+    shape = dict(vocab_size=320, block_size=32)
+    m = save(tiny("mhar", **shape), tmp_path / "m", dataset)
+    b = save(tiny("baseline", **shape), tmp_path / "b", dataset)
+    imported = save(tiny("delta", **shape), tmp_path / "i")
+    run(m, "--windows=2")
+    assert "| learned excess |" in capsys.readouterr().out
+    assert {file.name for file in (tmp_path / "p").iterdir()} == {"probe.json", "sites.png", "perhead.png"}
     for name in ("sites.png", "perhead.png"):
         pixels = matplotlib.image.imread(tmp_path / "p" / name)
         assert pixels.shape[1] > 700 and pixels[..., :3].std() > 0.05
-    assert json.loads((tmp_path / "p/probe.json").read_text())["summary"]["sources at the last site"] == 5
-    for flags, words in [([f"{tmp_path}/b"], "routes nothing"), ([f"{tmp_path}"], "not a checkpoint"), ([f"{tmp_path}/m", "--slices=5"], "--slices=5"), ([f"{tmp_path}/m", "--text=no"], "--text=no")]:
-        done = go(*flags)
-        assert done.returncode == 2 and words in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert json.loads((tmp_path / "p/probe.json").read_text())["summary"]["sources at the last site"] == 7
+    (tmp_path / "text").write_text("some text " * 20)
+    run(imported, f"--text={tmp_path}/text")
+    wrong = {
+        b: "does not route",
+        f"{tmp_path}": "not a checkpoint",
+        imported: "--text=",
+        f"{m} --slices=5": "slices=5",
+    }
+    for flags, words in (wrong | {f"{m} --text=no": "--text=no", f"{m} --windows=0": "--windows"}).items():
+        with pytest.raises(UserError, match=words):
+            run(*flags.split())

@@ -58,7 +58,7 @@ def main(monkeypatch, *argv):
 
 
 def test_tail_mean_and_paired_interval(plant):
-    """Differences -0.05, -0.07, -0.03 have mean -0.05, error 0.02 / sqrt 3 = 0.0115 and, at t(2) = 4.3027, the
+    """Differences -0.05, -0.07, -0.03 have mean -0.05, error 0.02 / sqrt 3 = 0.0115 and, at t(2) = 4.3, the
     interval -0.05 -+ 0.049683. The baseline's fourth seed has no part in them."""
     base = {1: 3.0, 2: 3.5, 3: 2.5, 4: 3.0}
     runs = [plant(f"b{seed}", base[seed], seed=seed) for seed in base]
