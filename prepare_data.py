@@ -266,6 +266,7 @@ def prepare(settings):
 
 
 def make(sources, shares, recipe, settings, out):
+    tokenizer = load_tokenizer(settings.tokenizer)  # before the threads, which would each load it
     unit = (settings.size or np.inf) / sum(shares.values())
     if settings.shares and not settings.size:  # the scarcest source decides how large the mix is: count first
         with open(os.devnull, "wb") as nowhere:
@@ -297,7 +298,6 @@ def make(sources, shares, recipe, settings, out):
             f"the val split would be empty: at val_fraction={settings.val_fraction} no document has its hash "
             "there; give more documents, or --val_protocol=paper --val_fraction=1 (val = train)"
         )
-    tokenizer = load_tokenizer(settings.tokenizer)
     for i, file in enumerate(files):
         file.close()
         header = dict(tokenizer=settings.tokenizer, vocab=tokenizer.vocab, eot=tokenizer.eot, recipe=recipe)

@@ -1,12 +1,12 @@
-"""The paper's anneal mix: every row of its Table 13, in per cent of text bytes, mapped to a public dataset and config.
+"""The paper's anneal mix: every row of its Table 13, in per cent of text bytes, as public datasets.
 
-    hf auth login                                          # once, after accepting the terms of the sets marked gated
-    python prepare_data.py config/data_anneal.py           # data/anneal: 12 GB of text, 3 billion tokens, enough for 20k steps at any scale
+    hf auth login                                   # once, after accepting the terms of the gated sets
+    python prepare_data.py config/data_anneal.py    # data/anneal: 12 GB of text, 3 billion tokens
 
-Where this is not the paper's data:
+That is enough for 20k steps at any scale. Where this is not the paper's data:
 - finepdfs-edu stands in for finepdfs cut down to its top three of twenty quality bins;
-- rows that the table gives as "<0.1" are set to 0.05; the table's rounded rows sum to 100.2, and are scaled to 100;
-- the corpus of the paper was deduplicated across sources by its authors, and shuffled as a whole before any of it was drawn.
+- rows that the table gives as "<0.1" are set to 0.05; its rounded rows sum to 100.2, and are scaled to 100;
+- the paper's corpus was deduplicated across sources, and shuffled as a whole before any of it was drawn.
 Nemotron-CC-v2, -v2.1, -CC-Math-v1, -CC-Code-v1 and -Pretraining-SFT-v1 are gated; the others are open.
 """
 
@@ -31,7 +31,7 @@ shares = {
     "hub:nvidia/Nemotron-CC-v2:Translated-Diverse-QA": 5.3,
     "hub:nvidia/Nemotron-CC-v2.1:High-Quality-DQA": 0.4,
     # code, 11.9
-    "hub:allenai/dolma3_mix-6T:data/stack_edu-*/*.jsonl.zst": 6.7,  # HuggingFaceTB/stack-edu itself holds no text
+    "hub:allenai/dolma3_mix-6T:data/stack_edu-*/*.jsonl.zst": 6.7,  # HuggingFaceTB/stack-edu holds no text
     "hub:nvidia/Nemotron-Pretraining-SFT-v1:Nemotron-SFT-Code": 2.8,
     "hub:nvidia/Nemotron-CC-Code-v1": 2.0,
     "hub:nvidia/Nemotron-Pretraining-Specialized-v1.1:Nemotron-Pretraining-Code-Concepts": 0.4,

@@ -1,7 +1,7 @@
-"""FineWeb-Edu's sample of 10 billion tokens, the paper's web corpus (appendix H): some 30 GB read from the hub, 80 GB of disk while it is made.
+"""FineWeb-Edu's sample of 10 billion tokens, the paper's web corpus (appendix H): 30 GB to read, 40 on disk.
 
-    python prepare_data.py config/data_fineweb_edu.py                  # data/fineweb_edu
-    python prepare_data.py config/data_fineweb_edu.py --size=3e9       # enough for any of the paper's runs on it of 20k steps
+    python prepare_data.py config/data_fineweb_edu.py               # data/fineweb_edu
+    python prepare_data.py config/data_fineweb_edu.py --size=3e9    # enough for the paper's runs of 20k steps
 
 Open to all (ODC-BY). sample-100BT and sample-350BT are larger samples of it.
 """
