@@ -10,6 +10,7 @@ Checkpoints are compared with the first, item by item: 0/1 outcomes by McNemar's
 paired bootstrap. Numbers and the outcome of every item go to a new JSON file.
 """
 
+import glob
 import json
 import logging
 import math
@@ -274,7 +275,8 @@ def protocol_data(folder):
     for name, (hub, config, split, columns) in HUB.items():
         how = {"path": hub, "name": config, "split": split}
         if folder:
-            how = {"path": folder, "data_files": f"{name}.*", "split": "train"}
+            kind = "parquet" if Path(folder, f"{name}.parquet").is_file() else "json"
+            how = {"path": kind, "data_files": f"{glob.escape(folder)}/{name}.*", "split": "train"}
         try:
             rows[name] = load_dataset(**how).select_columns(columns).to_list()
         except Exception as error:  # no network, no such file, another column: one remedy
@@ -284,9 +286,9 @@ def protocol_data(folder):
 
 
 def paper_protocol(ckpt, rows, limit):
-    """{title: Measure}. WikiText-2: the text joined by blank lines, its first 200 windows of T tokens, T - 1 of
-    them predicted. LAMBADA: first 500, right if the last word's first token is the likeliest. HellaSwag: first
-    200, the ending of highest mean log-probability per token, at most 512 tokens in all."""
+    """{title: Measure}. WikiText-2: the text joined by blank lines, its first 200 windows of T tokens, T - 1
+    of them predicted. LAMBADA: first 500, right if the last word's first token is the likeliest. HellaSwag:
+    first 200, the ending of highest mean log-probability per token, at most 512 tokens in all."""
     most, pairs = lambda n: min(n, limit or n), []
     ids = ckpt.text.encode("\n\n".join(row["text"] for row in rows["wikitext"]), bos=False)
     windows = [ids[i : i + ckpt.block_size] for i in range(0, len(ids), ckpt.block_size)][: most(200)]

@@ -23,7 +23,14 @@ def dataset(tmp_path_factory):
     folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     for split, count in (("train", 60), ("val", 40)):
         ids = np.concatenate([[*rng.integers(97, 107, 10 + i), 256] for i in range(count)]).astype("<u4")
-        header = {"tokens": len(ids), "tokenizer": "bytes", "vocab": 320, "eot": 256, "sha256": split}
+        header = {
+            "tokens": len(ids),
+            "tokenizer": "bytes",
+            "vocab": 320,
+            "eot": 256,
+            "largest_id": 256,
+            "sha256": split,
+        }
         (folder / f"{split}.bin").write_bytes(pack_header(header) + ids.tobytes())
     return folder
 
