@@ -78,8 +78,13 @@ def route_reference(sources, query: Tensor, key_norm: Tensor, n_heads: int, eps:
 # W columns, one warp each, and 16 rows for the tensor cores: (token, source) or (token, site) of two tokens,
 # or (part, site). Products of different tokens are masked. The parts are hi and lo: in 16-bit types u enters
 # the products as its rounded value plus what rounding lost. Sums, logits and softmax are fp32.
-# Arguments that are never specialised, so that one binary serves all sites, depths and batch sizes.
-_RUNTIME = ["M", "S", "s", "s0", "s1"]
+_RUNTIME = [
+    "M",
+    "S",
+    "s",
+    "s0",
+    "s1",
+]  # never specialised: one binary serves all sites, depths and batch sizes
 
 
 @jit
@@ -100,9 +105,8 @@ def _columns(CH: constexpr, W: constexpr):
 
 @jit
 def _load(base, row, row_ok, col, k, K: constexpr, CACHE: constexpr):
-    """A head's K columns of the rows at the offsets `row` of base, or of a pointer per row [1, rows, 1], as a
-    tuple of tiles [CH, rows, W]. k [CH, 1, W]: the first tile's columns within the head; col: within the
-    row."""
+    """A head's K columns of the rows at the offsets `row` of base (a pointer, or one per row), as a tuple of
+    tiles [CH, rows, W]. k [CH, 1, W]: the first tile's columns within the head; col: within the row."""
     STEP: constexpr = k.shape[0] * k.shape[2]
     tiles = ()
     for q in tl.static_range((K + STEP - 1) // STEP):
@@ -209,8 +213,7 @@ def _op(name: str, fake, mutates: tuple = ()):
 
 
 def _opaque(function):
-    """function.apply, into which the compiler does not trace: it would give a backward zeros instead of
-    None."""
+    """function.apply, not traced by the compiler, which would give a backward zeros instead of None."""
     return torch.compiler.allow_in_graph(lambda *args: function.apply(*args))
 
 
@@ -255,16 +258,12 @@ def forward_inter(
     k = _columns(CH, W)
     col = h * K + k
     u_at = _pointers((U_HI, U_LO), b // G)
-    u = _load(
-        u_at, (s0 + b % G) * D, s0 + b % G < S, col, k, K, ""
-    )  # [CH, (part, site), W], the same for all tokens
+    u = _load(u_at, (s0 + b % G) * D, s0 + b % G < S, col, k, K, "")  # [CH, (part, site), W]
     top = tl.full([G], float("-inf"), tl.float32)  # running maximum and sum of the softmax
     den = tl.zeros([G], tl.float32)
     acc = _zeros(CH, 2 * G, K, W)
     blocks = tl.cdiv(s0, BN)
-    for step in range(
-        tokens * blocks
-    ):  # the blocks of all tokens in one loop, so that the pipeline never drains
+    for step in range(tokens * blocks):  # all in one loop, so that the pipeline never drains
         token = m + step // blocks
         i = step % blocks * BN + n
         ok = i < s0
@@ -303,8 +302,7 @@ def forward_inter(
 
 @jit
 def _row(base, col, k, K: constexpr, live, CACHE: constexpr):
-    """One row of all heads as a tuple of tiles [HP, W]: columns q * W.. of every head. col [HP, W], k [1,
-    W]."""
+    """A row as a tuple of tiles [HP, W]: columns q * W.. of every head. col [HP, W], k [1, W]."""
     W: constexpr = k.shape[1]
     tiles = ()
     for q in tl.static_range((K + W - 1) // W):
@@ -320,6 +318,14 @@ def _heads_dot(a, b):
     for q in tl.static_range(1, len(a)):
         z += a[q].to(tl.float32) * b[q].to(tl.float32)
     return tl.sum(z, 1)
+
+
+@jit
+def _pull(dh, v, u, r, lse, delta, h_ok):
+    """p, ds and the logit of source v at the site of dh and u: [HP] each."""
+    logit = _heads_dot(u, v) * r
+    p = tl.where(h_ok, tl.exp(logit - lse), 0.0)
+    return p, p * (_heads_dot(dh, v) - delta), logit
 
 
 @jit
@@ -561,9 +567,7 @@ def backward_intra(
     if m == 0:
         tl.store(END_OUT, end.to(tl.float32))
     delta = _heads_dot(dh, mix)
-    logit = _heads_dot(u, v) * r
-    p = tl.where(h_ok, tl.exp(logit - lse), 0.0)
-    ds = p * (_heads_dot(dh, v) - delta)
+    p, ds, logit = _pull(dh, v, u, r, lse, delta, h_ok)
     c += ds * logit
     acc = _combine(p, dh, ds * r, u)
     if MERGE:
@@ -583,9 +587,7 @@ def backward_intra(
         lse_next = tl.load(LSE + (j + 1) * H, mask=h_ok & (j + 1 < s1), other=0.0)
         delta_next = tl.load(DELTA + (j + 1) * H, mask=h_ok & (j + 1 < s1), other=0.0)
         u = _row(U + j * D, col, k, K, live, "")
-        logit = _heads_dot(u, v) * r
-        p = tl.where(h_ok, tl.exp(logit - lse), 0.0)
-        ds = p * (_heads_dot(dh, v) - delta)
+        p, ds, logit = _pull(dh, v, u, r, lse, delta, h_ok)
         c += ds * logit
         tl.store(OWN + j, ds * r, mask=h_ok)
         if s == s0:
@@ -649,8 +651,7 @@ def backward_query(
             token = t + a // G
             t_ok = token < m_end
             v_ok = t_ok & (i < last)
-            # What was never written is read, then masked: a load mask that varies within 16 bytes would split
-            # the load.
+            # Garbage is read, then masked: a load whose mask varies within 16 bytes would be split.
             ds = tl.load(at + t * H * G * G, mask=j_ok[:, None] & t_ok[None, :], other=0.0)  # [BJ, BM * G]
             ds = tl.where(v_ok[None, :], ds, 0.0)
             ds_own = tl.load(at_own + t * H * G * G, mask=t_ok[None, :], other=0.0)  # [2 G, BM * G]
@@ -683,9 +684,8 @@ def backward_query(
 @cache
 def _inter_config(D: int, H: int, dtype) -> dict:
     K = D // H
-    CH = min(
-        16, triton.next_power_of_2(triton.cdiv(K, 160))
-    )  # 160 columns are what one warp holds in registers
+    # One warp holds 160 columns in registers.
+    CH = min(16, triton.next_power_of_2(triton.cdiv(K, 160)))
     W = next((w for w in (64, 32) if K % (CH * w) == 0), 32 if K > 16 * CH else 16)
     warps = CH if dtype != torch.float32 else min(16, 4 * CH)  # fp32 products run outside the tensor cores
     return dict(H=H, K=K, CH=CH, W=W, G=G, num_warps=warps)
@@ -752,8 +752,8 @@ class Links(NamedTuple):
         """(shape, dtype, the site that allocates it) of every field."""
         groups, f, last = -(-S // G), torch.float32, S - 1
         inner = (groups - 1) * G - 1  # the last group has no later ones to pull from
-        # Without a `part` of its own backward_inter writes to dh. With rows of 2,048 and 2,560 bytes that
-        # costs nothing, with 1,024 1.3 ms of 3.4 (H200, 16,384 tokens).
+        # Without a part of its own backward_inter writes to dh: free with rows of 2,048 and 2,560 bytes, and
+        # with 1,024 bytes 1.3 ms of 3.4 (H200, 16,384 tokens).
         part = (M, G, D) if D * dtype.itemsize <= 1024 else (0,)
         return Links(
             end=((1,), f, last),
@@ -881,7 +881,7 @@ class _Read(torch.autograd.Function):
         if s > 0 and getattr(chain.v, "sites", 0) != s:
             raise RuntimeError(
                 "a routing chain was cut into several compiled graphs: compile the whole model as one "
-                "(fullgraph=True), or its sublayers and not the router"
+                "(fullgraph=True), or only its sublayers"
             )
         x = source.detach().reshape(-1, source.shape[-1]).contiguous()
         h = read_op(x, s, H, eps, *chain)
@@ -910,8 +910,7 @@ class _Read(torch.autograd.Function):
 
 
 class FusedRouter:
-    """Full routing of one forward pass over the Triton kernels: a chain of sites, each reading the sources so
-    far.
+    """Full routing of one forward pass over the kernels: a chain of sites, each reading the sources so far.
 
         router = FusedRouter(x, query, key_norm, n_heads)      x [..., D]: source 0; query, key_norm [S, D]
         h = router.read()       the mix [..., D] at the current site, over sources 0..site
@@ -925,8 +924,8 @@ class FusedRouter:
         S, D = query.shape
         _check(x, D, n_heads, S)
         if x.shape[-1] != D or key_norm.shape != query.shape:
-            shapes = f"x {tuple(x.shape)}, query {tuple(query.shape)} and key_norm {tuple(key_norm.shape)}"
-            raise ValueError(f"{shapes} do not fit together")
+            shapes = ", ".join(str(tuple(t.shape)) for t in (x, query, key_norm))
+            raise ValueError(f"x, query and key_norm of {shapes} do not fit together")
         self.S, self.H, self.eps, self.x = S, n_heads, eps, x
         flat = x.detach().reshape(-1, D)
         u = query.float() * key_norm.float()  # [S, D]; its autograd gives the gradients of query and key_norm
@@ -1023,9 +1022,8 @@ def delta_forward(
         p, p_null = tl.exp(logit - top[:, :, None]), tl.exp(null_logit - top)
         scale = tl.div_rn(gate, tl.sum(p, 2) + p_null)
         p = _repeat(tl.reshape(p * scale[:, :, None], [8, 2 * BN]))
-        p = tl.where(
-            b[:, None] // 8 == a[None, :] // BN, p, 0.0
-        )  # own token only: [(token, site), (token, source)]
+        # A site's own token only: [(token, site), (token, source)].
+        p = tl.where(b[:, None] // 8 == a[None, :] // BN, p, 0.0)
         p_null = tl.reshape(tl.trans(p_null * scale), [16])[:, None]
         p_null = tl.where(b[:, None] % 8 == b[None, :] % 8, p_null, 0.0)  # [(token, site), (part, site)]
         out = _weighted_hi_lo(p_null, null, _zeros(CH, 16, K, W))
@@ -1135,8 +1133,7 @@ def _aligned(tensors) -> tuple:
 def delta_op(
     sources: list[Tensor], rstd: Tensor, u: Tensor, null: Tensor, null_logit: Tensor, gate: Tensor, H: int
 ) -> Tensor:
-    """sources: N [M, D]; rstd [N, M]; u, null [J, D]; null_logit [J, H]; gate [J]. -> gate * mix [J, M,
-    D]."""
+    """N sources [M, D]; rstd [N, M]; u, null [J, D]; null_logit [J, H]; gate [J] -> gate * mix [J, M, D]."""
     (M, D), J, dtype, tokens = sources[0].shape, len(u), sources[0].dtype, 16
     out = torch.empty(J, M, D, dtype=dtype, device=u.device)
     with _on(u):
@@ -1169,15 +1166,8 @@ def delta_backward_op(
     dr, dparam = u.new_empty(N, M, H), u.new_empty(blocks, 2, J, D)
     dlogit, dgate = u.new_empty(blocks, J, H), u.new_empty(blocks, J, H)
     with _on(u):
-        inputs = (
-            _aligned(sources),
-            _aligned(dout),
-            rstd,
-            split_op(u, dtype),
-            split_op(null, dtype),
-            null_logit,
-            gate,
-        )
+        parts = split_op(u, dtype), split_op(null, dtype)
+        inputs = _aligned(sources), _aligned(dout), rstd, *parts, null_logit, gate
         out = tuple(dv), dr, dparam, dlogit, dgate
         delta_backward[(H * blocks,)](*inputs, *out, M, tokens, **_delta_config(D, H, N, J, dtype))
     du, dnull = dparam.sum(0)
@@ -1206,8 +1196,7 @@ class _Delta(torch.autograd.Function):
 
 
 class FusedDeltaRouter:
-    """Delta routing of one forward pass over the Triton kernels: an additive stream, and beside it a gated
-    mix of what whole blocks added.
+    """Delta routing of one forward pass: an additive stream, and beside it a gated mix of what blocks added.
 
         router = FusedDeltaRouter(x, query, key_norm, null, gate, n_heads, block_sites)
                                 x [..., D]: the embedding; query, key_norm, null [S, D]; gate [S]
@@ -1285,8 +1274,7 @@ def _check(x: Tensor, D: int, H: int, S: int, blocks: int = 0) -> None:
 @cache
 @torch.inference_mode(False)
 def _trial(device, dtype, D: int, H: int, S: int, blocks: int) -> str | None:
-    """Runs every kernel on two tokens: only Triton knows how much shared memory a wide head takes. What is
-    compiled here is compiled for the first step."""
+    """Runs every kernel on two tokens: only Triton knows how much shared memory a wide head takes."""
     x, u = torch.zeros(2, D, dtype=dtype, device=device), torch.zeros(S, D, device=device)
     try:
         if blocks:
