@@ -31,8 +31,8 @@ from tqdm import tqdm
 from checkpoint import load_model, read_meta
 from data import ValWindows, find_dataset, open_bin
 from parallel import choose_device
-from prepare_data import load_tokenizer, rank_file
 from sample import generate, load_text
+from tokenizer import load_tokenizer, rank_file
 
 try:  # only --tasks and --protocol=full need it
     from lm_eval.api.model import TemplateLM

@@ -23,13 +23,8 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-matplotlib.rcParams |= {
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
-matplotlib.rcParams |= {"figure.autolayout": True, "savefig.dpi": 150}
+matplotlib.rcParams |= {"axes.grid": True, "grid.alpha": 0.25, "savefig.dpi": 150}
+matplotlib.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
 
 TAIL = 11  # evaluations in a tail mean
 T95 = 12.706, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281  # Student's t, 95%
@@ -208,7 +203,7 @@ def step_table(cell, most=12):
 def plot_curves(cell, path):
     """Left losses over steps, right same-step differences: means over the seeds, single seeds thin behind."""
     names = ("losses", "deltas")[: len(cell.rows)]
-    figure = Figure((12, 4.2))
+    figure = Figure((12, 4.2), layout="tight")
     panels = figure.subplots(1, len(names), squeeze=False)[0]
     colors = dict(zip([row.method for row in cell.rows], COLORS * len(cell.rows)))
     rows = sorted(cell.rows, key=lambda row: -row.losses[:, -1].mean())  # as the curves end, for the legend
@@ -229,7 +224,7 @@ def plot_curves(cell, path):
 
 def plot_heads(cells, path):
     """The difference to the baseline over the number of routing heads, with standard errors, by cell."""
-    figure = Figure((7, 4.2))
+    figure = Figure((7, 4.2), layout="tight")
     axis = figure.subplots()
     for cell, color in zip(cells, COLORS[1:] * len(cells)):
         rows = [row for row in cell.rows if row.heads]

@@ -25,8 +25,8 @@ import report
 from checkpoint import load_model
 from data import ValWindows, open_bin
 from eval import Checkpoint, Measure, bootstrap, compare, mcnemar
-from prepare_data import load_tokenizer
 from sample import Text
+from tokenizer import load_tokenizer
 
 ROOT, STOCK = Path(__file__).parent.parent, Path(lm_eval.__file__).parent / "tasks"
 T = 32
