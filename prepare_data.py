@@ -64,8 +64,7 @@ class Settings:
             raise ValueError("name the folder of the dataset: --out_dir=data/NAME")
 
 
-# ------------------------------------------------------------------------------------------------------------
-# sources -> files -> documents
+# ---- sources -> files -> documents
 
 TEXT = (".txt", ".md", ".rst", ".py")  # a file is a document; in the others, a row is one
 READABLE = (*TEXT, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst", ".parquet")
@@ -128,7 +127,7 @@ def hub_urls(source):
 
 def reading_order(files):
     """[(path, part, parts)]: all files, large tables in equal parts, in a seeded order."""
-    most = min(max(sum(size for _, size, _ in files) // 64, 1 << 20), 32 << 20)  # bytes of a part
+    most = min(max(sum(size for _, size, _ in files) // 64, 1 << 18), 1 << 26)  # bytes of a part
     order = []
     for path, size, _ in files:
         parts = -(-size // most) if path.endswith((".jsonl", ".parquet")) else 1
@@ -192,8 +191,7 @@ def json_rows(file, path, part, parts):
         place += len(line)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# documents -> ids
+# ---- documents -> ids
 
 
 def is_val(document, fraction):
@@ -234,8 +232,7 @@ def encode_source(files, settings):
             yield from future.result()
 
 
-# ------------------------------------------------------------------------------------------------------------
-# the dataset
+# ---- the dataset
 
 SPLITS = ("train", "val")
 
@@ -282,9 +279,9 @@ def make(sources, shares, recipe, settings, out):
     record = folder / "finished.json"
     if record.exists() and (finished := json.loads(record.read_text()))["recipe"] == recipe:
         counts = finished["counts"]
-    files = [open(folder / f"{split}.bin", "ab") for split in SPLITS]
+    files = [open(folder / f"{split}.bin", "r+b" if counts else "wb") for split in SPLITS]
     for i, file in enumerate(files):
-        file.truncate(HEADER_BYTES + 4 * sum(count[i][1] for count in counts.values()))
+        file.seek(file.truncate(HEADER_BYTES + 4 * sum(count[i][1] for count in counts.values())))
     for name in [name for name in shares if name not in counts]:
         _, counts[name] = append(name, sources[name], unit * shares[name], files, settings)
         for file in files:
@@ -302,6 +299,7 @@ def make(sources, shares, recipe, settings, out):
         file.close()
         header = dict(tokenizer=settings.tokenizer, vocab=tokenizer.vocab, eot=tokenizer.eot, recipe=recipe)
         seal(file.name, header | {"sources": {name: count[i] for name, count in counts.items()}})
+    record.unlink()  # of files that are moved now
     for split in SPLITS:
         os.replace(folder / f"{split}.bin", out / f"{split}.bin")
     shutil.rmtree(folder)
@@ -325,12 +323,12 @@ def append(name, files, target, outputs, settings):
                 if size > 0:
                     outputs[i].write(ids)
                     counts[i] += 1, len(ids), size
-            bar.update(counts[0, column] - bar.n)
+            bar.update(min(counts[0, column], target) - bar.n)
     amount = int(counts[0, column])
-    if left_out or replaced:
-        print(
-            f"{name}: {left_out:,} empty or binary documents left out; {replaced:,} hold U+FFFD (not UTF-8?)"
-        )
+    if left_out:
+        print(f"{name}: {left_out:,} empty or binary documents left out")
+    if replaced:
+        print(f"{name}: {replaced:,} documents hold U+FFFD, as where bytes are not UTF-8")
     if not amount or amount < target < np.inf:
         lower = f"lower --size to {int(settings.size * amount / target)}, or omit it" if amount else "omit it"
         raise UserError(f"{name} has only {amount:,} {settings.share_of} for the train split: {lower}")

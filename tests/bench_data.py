@@ -40,5 +40,8 @@ with tempfile.TemporaryDirectory() as folder:
         ):
             wall, cpu = time.perf_counter(), time.process_time()
             work()
-            rates = (megabytes / (now - then) for now, then in ((time.perf_counter(), wall), (time.process_time(), cpu)))
+            rates = (
+                megabytes / (now - then)
+                for now, then in ((time.perf_counter(), wall), (time.process_time(), cpu))
+            )
             print("{}: {:.1f} MB/s, {:.1f} MB per CPU second".format(what, *rates))
