@@ -17,15 +17,15 @@ import inspect
 import os
 import re
 import runpy
+import signal
 import sys
 import tempfile
 import typing
 from pathlib import Path
 from types import NoneType
 
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "PASSIVE"
-)  # waiting CPU threads sleep: spinning slows a busy machine
+# CPU threads that wait sleep: spinning, they slow a busy machine tenfold. Read when torch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 class UserError(Exception):
@@ -65,6 +65,7 @@ def configure(argv, *schemas, doc=None, default_file=None):
     """
     types = {name: kind for schema in schemas for name, kind in typing.get_type_hints(schema).items()}
     if "-h" in argv or "--help" in argv:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `-h | head` ends in silence
         print(help_text(schemas, types, doc, default_file))
         sys.exit(0)
 
