@@ -53,9 +53,7 @@ class Settings:
 
     def __post_init__(self):
         if not all(isinstance(share, int | float) and share > 0 for share in self.shares.values()):
-            raise ValueError(
-                f"shares={self.shares}: needs numbers above 0, as in {{'stdlib': 60, 'my/': 40}}"
-            )
+            raise ValueError(f"shares={self.shares}: needs numbers above 0, like {{'stdlib': 60, 'my/': 40}}")
         if self.size is not None and self.size <= 0 or not 0 < self.val_fraction <= 1:
             raise ValueError("size must be above 0, val_fraction above 0 and at most 1")
         if self.shares and self.source != "stdlib":
@@ -263,7 +261,7 @@ def prepare(settings):
 
 
 def make(sources, shares, recipe, settings, out):
-    tokenizer = load_tokenizer(settings.tokenizer)  # before the threads, which would each load it
+    tokenizer = load_tokenizer(settings.tokenizer)  # now, or each thread would load it
     unit = (settings.size or np.inf) / sum(shares.values())
     if settings.shares and not settings.size:  # the scarcest source decides how large the mix is: count first
         with open(os.devnull, "wb") as nowhere:
@@ -271,12 +269,12 @@ def make(sources, shares, recipe, settings, out):
         unit = min(amount / share for amount, share in zip(amounts, shares.values()))
 
     # keep the sources that an interrupted run of the same recipe has finished
-    folder, counts = (
-        out / "prepare_data.unfinished",
-        {},
-    )  # {source: for both splits, [documents, tokens, bytes]}
+    folder = out / "prepare_data.unfinished"
     folder.mkdir(exist_ok=True)
-    record = folder / "finished.json"
+    record, counts = (
+        folder / "finished.json",
+        {},
+    )  # {source: [documents, tokens, bytes of text] of both splits}
     if record.exists() and (finished := json.loads(record.read_text()))["recipe"] == recipe:
         counts = finished["counts"]
     files = [open(folder / f"{split}.bin", "r+b" if counts else "wb") for split in SPLITS]
@@ -307,13 +305,11 @@ def make(sources, shares, recipe, settings, out):
 
 def append(name, files, target, outputs, settings):
     """Append the documents of a source to train's and val's file, until its train text reaches the target.
-    Returns (amount of train text, [[documents, tokens, bytes of text] of each split])."""
+    Returns (amount of train text, [documents, tokens, bytes of text] of both splits)."""
     counts, column = np.zeros((2, 3), np.int64), 1 if settings.share_of == "tokens" else 2
     left_out = replaced = 0
-    total = target if target < np.inf else None
-    with tqdm(
-        None, name, total, unit=settings.share_of, unit_scale=True, file=sys.stdout, mininterval=1
-    ) as bar:
+    total, unit = target if target < np.inf else None, f" {settings.share_of}"
+    with tqdm(None, name[-40:], total, file=sys.stdout, mininterval=1, unit=unit, unit_scale=True) as bar:
         for ids, val, size, has_replacement in encode_source(files, settings):
             if counts[0, column] >= target:
                 break

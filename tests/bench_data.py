@@ -1,4 +1,4 @@
-"""The rate of prepare_data.py beside that of the bare tokenizer (tiktoken's encode_ordinary_batch) on the same text.
+"""The rate of prepare_data.py beside the bare tokenizer's, tiktoken's encode_ordinary_batch, on one text.
 
 python tests/bench_data.py [jsonl | parquet] [megabytes]
 """
@@ -10,13 +10,15 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from prepare_data import Settings, documents, find_files, prepare
-from tokenizer import TOKENIZERS, rank_file
+import configurator  # noqa: F401
 
 import pyarrow
 import pyarrow.parquet
 import tiktoken
 from tiktoken.load import load_tiktoken_bpe
+
+from prepare_data import Settings, documents, find_files, prepare
+from tokenizer import TOKENIZERS, load_tokenizer, rank_file
 
 THREADS = 2
 kind = sys.argv[1] if len(sys.argv) > 1 else "jsonl"
@@ -25,6 +27,15 @@ library = "".join(text for path, *_ in find_files("stdlib") for text in document
 texts = [library[i % len(library) :][:4000] for i in range(0, int(megabytes * 1e6), 4000)]
 ranks = load_tiktoken_bpe(str(rank_file("qwen3")))
 bare = tiktoken.Encoding("bare", pat_str=TOKENIZERS["qwen3"][0], mergeable_ranks=ranks, special_tokens={})
+load_tokenizer("qwen3")
+
+
+def measure(what, work):
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    print(f"{what}: {megabytes / wall:.1f} MB/s, {megabytes / cpu:.1f} MB per CPU second")
+
 
 with tempfile.TemporaryDirectory() as folder:
     source = Path(folder) / f"text.{kind}"
@@ -34,14 +45,5 @@ with tempfile.TemporaryDirectory() as folder:
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for turn in range(3):
         settings = Settings(str(source), tokenizer="qwen3", out_dir=f"{folder}/{turn}", workers=THREADS)
-        for what, work in (
-            ("bare tokenizer", lambda: bare.encode_ordinary_batch(texts, num_threads=THREADS)),
-            ("prepare_data", lambda: prepare(settings)),
-        ):
-            wall, cpu = time.perf_counter(), time.process_time()
-            work()
-            rates = (
-                megabytes / (now - then)
-                for now, then in ((time.perf_counter(), wall), (time.process_time(), cpu))
-            )
-            print("{}: {:.1f} MB/s, {:.1f} MB per CPU second".format(what, *rates))
+        measure("bare tokenizer", lambda: bare.encode_ordinary_batch(texts, num_threads=THREADS))
+        measure("prepare_data", lambda settings=settings: prepare(settings))
