@@ -28,10 +28,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from checkpoint import load_model, read_meta
+from checkpoint import load_model, read_meta, reason
 from data import ValWindows, find_dataset, open_bin
 from parallel import choose_device
-from sample import generate, load_text
+from sample import load_text, write
 from tokenizer import load_tokenizer, rank_file
 
 try:  # only --tasks and --protocol=full need it
@@ -44,6 +44,7 @@ PAPER = {"mmlu": (5, "acc,none"), "gpqa_main_zeroshot": (0, "acc,none"),
          "gsm8k": (5, "exact_match,strict-match"), "minerva_math": (4, "math_verify,none"),
          "humaneval": (0, "pass@1,create_test"), "mbpp": (3, "pass_at_1,none")}  # fmt: skip
 FULL = ["wikitext", "lambada_openai", "hellaswag"]  # --protocol=full: Table 2's tasks as the harness has them
+CUT, FEWER = "inputs cut at the left", "texts allowed fewer new tokens"  # counted for every checkpoint
 HUB = {  # --protocol=paper: dataset, configuration, split, columns
     "wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test", ["text"]),
     "lambada": ("cimec/lambada", "plain_text", "test", ["text"]),
@@ -51,7 +52,7 @@ HUB = {  # --protocol=paper: dataset, configuration, split, columns
 }
 
 
-# ---- Measures and their comparison -------------------------------------------
+# ---- Measures and their comparison ----
 @dataclass
 class Measure:
     """A number and its items {key: (value, weight)}: sum(value) / sum(weight), unless `value` is given."""
@@ -74,6 +75,10 @@ class Measure:
 
 def perplexity(loss):
     return Measure({}, math.exp(loss.value) if loss.value < 709 else math.inf)
+
+
+def accuracy(right):
+    return Measure({i: (float(r), 1) for i, r in enumerate(right)})
 
 
 def mcnemar(only_a, only_b):
@@ -103,7 +108,7 @@ def compare(a, b):
     return {"mean_difference": mean, "low": low, "high": high, "words": words}
 
 
-# ---- A checkpoint that scores and generates ----------------------------------
+# ---- A checkpoint that scores and generates ----
 class Checkpoint(TemplateLM):
     """A checkpoint, with the methods that lm-evaluation-harness calls. notes: what a reader must know."""
 
@@ -115,11 +120,7 @@ class Checkpoint(TemplateLM):
         self.block_size, self.batch_size = args.block_size or own, args.batch_size
         if self.block_size > own:
             raise UserError(f"--block_size={self.block_size}: that of {path} is {own}; give at most that")
-        self.notes = {
-            "context": self.block_size,
-            "inputs cut at the left": 0,
-            "texts allowed fewer new tokens": 0,
-        }
+        self.notes = {"context": self.block_size, CUT: 0, FEWER: 0}
         if args.tasks or args.protocol:
             self.text = t = load_text(self.folder, self.meta, args.tokenizer, args.prefix_token)
             self.notes |= {"tokenizer": t.name, "prefix": t.prefix, "before every prompt": t.prefix == t.bos}
@@ -132,11 +133,13 @@ class Checkpoint(TemplateLM):
         T, n_ids, scored = self.block_size, n_ids or self.text.n_ids, [None] * len(pairs)
         asked = defaultdict(list)  # input: the numbers of its pairs
         for i, (context, answer) in enumerate(pairs):
-            if len(answer) > T:
-                raise UserError(f"{what}: an answer of {len(answer)} tokens exceeds block_size={T}; omit it")
-            ids = [*context, *answer]
-            self.note(ids, len(ids) > T + 1)
-            asked[tuple(ids[-T - 1 : -1])].append(i)
+            if not 0 < len(answer) <= T:
+                raise UserError(
+                    f"{what}: an answer of {len(answer)} tokens, not 1 to block_size={T}: omit it"
+                )
+            ids = (*context, *answer)
+            self.notes[CUT] += len(ids) > T + 1
+            asked[ids[-T - 1 : -1]].append(i)
         order, device = sorted(asked, key=len, reverse=True), self.model.embed.weight.device
         for first in tqdm(range(0, len(order), self.batch_size), what, disable=None):
             batch = order[first : first + self.batch_size]
@@ -149,31 +152,6 @@ class Checkpoint(TemplateLM):
                     scored[i] = logp.cpu().numpy(), bool((x.argmax(1) == answer).all())
         return scored
 
-    def note(self, ids, is_cut):
-        self.notes["inputs cut at the left"] += is_cut
-        self.notes.setdefault("first ids of request 0", ids[:5])
-
-    def complete(self, prompts, stops, new):
-        """Greedy texts of at most `new` tokens that go on from prompts (lists of ids), up to the first of the
-        stop strings or the end of text."""
-        longest = max(map(len, prompts))
-        start = torch.tensor([longest - len(prompt) for prompt in prompts])
-        idx = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-        tail = 4 + max([len(stop.encode()) for stop in stops], default=0)  # a token is a byte or more
-        drawn, running = [[] for _ in prompts], [True for _ in prompts]
-        idx = idx.to(self.model.embed.weight.device)
-        for token in generate(self.model, idx, new, self.text.n_ids, 0, start=start):
-            for row, id in enumerate(token.tolist()):
-                running[row] &= id not in self.text.stops
-                if running[row]:
-                    drawn[row].append(id)
-                    end = self.text.decode(drawn[row][-tail:])
-                    running[row] = not any(stop in end for stop in stops)
-            if not any(running):
-                break
-        texts = [self.text.continuation(prompt, ids) for prompt, ids in zip(prompts, drawn)]
-        return [text[: min([text.find(s) for s in stops if s in text], default=len(text))] for text in texts]
-
     # what follows has the names of the harness
     eot_token_id = property(lambda self: self.text.eot)
     prefix_token_id = property(lambda self: self.text.prefix)
@@ -183,11 +161,8 @@ class Checkpoint(TemplateLM):
 
     def _encode_pair(self, context, continuation):
         """(context, answer) as ids, encoded together, as the harness's own `hf` model does."""
-        context, continuation = context.rstrip(), context[len(context.rstrip()) :] + continuation
-        ids, whole = self.text.encode(context), self.text.encode(context + continuation)
-        if len(whole) <= len(ids):
-            raise UserError(f"the answer {continuation!r} adds no token to {context[-80:]!r}: omit this task")
-        return ids or [self.text.prefix], whole[len(ids) :]
+        whole, context = self.text.encode(context + continuation), self.text.encode(context.rstrip())
+        return context or [self.text.prefix], whole[len(context) :]
 
     def _loglikelihood_tokens(self, requests, **_):
         scored = self.score([(context, answer) for _, context, answer in requests], "log-likelihoods")
@@ -215,19 +190,21 @@ class Checkpoint(TemplateLM):
                 raise UserError(f"a task generates by {how}, eval.py only greedily: omit this task")
             new = min(how["max_gen_toks"], self.block_size // 2)
             prompt, room = self.text.encode(context) or [self.text.prefix], self.block_size - new
-            self.notes["texts allowed fewer new tokens"] += new < how["max_gen_toks"]
-            self.note(prompt, len(prompt) > room)
+            self.notes[FEWER] += new < how["max_gen_toks"]
+            self.notes[CUT] += len(prompt) > room
             asked[tuple(filter(None, how["until"])), new].append((i, prompt[-room:]))
         for (stops, new), group in asked.items():
             group.sort(key=lambda one: -len(one[1]))
             for first in tqdm(range(0, len(group), self.batch_size), "generation", disable=None):
                 numbers, prompts = zip(*group[first : first + self.batch_size])
-                for i, text in zip(numbers, self.complete(prompts, stops, new)):
-                    texts[i] = text
+                *_, drawn = write(self.model, self.text, prompts, new, stops, temperature=0)
+                for i, prompt, ids in zip(numbers, prompts, drawn):
+                    text = self.text.continuation(prompt, ids)
+                    texts[i] = text[: min([text.find(s) for s in stops if s in text], default=len(text))]
         return texts
 
 
-# ---- Held-out loss -----------------------------------------------------------
+# ---- Held-out loss ----
 def held_out(ckpt, val, windows, limit):
     """{title: Measure} on a val.bin. windows: how many of train.py's, or "all"; or "documents", each from the
     eot before it, in as many windows as it takes. Loss counts every token, bits per byte those of text."""
@@ -266,7 +243,7 @@ def token_bytes(name):
     return lengths
 
 
-# ---- The protocol of the paper's Table 2 -------------------------------------
+# ---- The protocol of the paper's Table 2 ----
 def protocol_data(folder):
     """{"wikitext", "lambada", "hellaswag": rows}, from files of these names or from the hub."""
     from datasets import load_dataset
@@ -281,7 +258,7 @@ def protocol_data(folder):
             rows[name] = load_dataset(**how).select_columns(columns).to_list()
         except Exception as error:  # no network, no such file, another column: one remedy
             need = "give --protocol_data= a folder with wikitext, lambada and hellaswag (.jsonl, .parquet)"
-            raise UserError(f"{name} cannot be read ({one_line(error)}): {need}") from error
+            raise UserError(f"{name} cannot be read ({reason(error)}): {need}") from error
     return rows
 
 
@@ -289,36 +266,32 @@ def paper_protocol(ckpt, rows, limit):
     """{title: Measure}. WikiText-2: the text joined by blank lines, its first 200 windows of T tokens, T - 1
     of them predicted. LAMBADA: first 500, right if the last word's first token is the likeliest. HellaSwag:
     first 200, the ending of highest mean log-probability per token, at most 512 tokens in all."""
-    most, pairs = lambda n: min(n, limit or n), []
+    most = lambda n: min(n, limit or n)
     ids = ckpt.text.encode("\n\n".join(row["text"] for row in rows["wikitext"]), bos=False)
     windows = [ids[i : i + ckpt.block_size] for i in range(0, len(ids), ckpt.block_size)][: most(200)]
     scored = ckpt.score([(w[:1], w[1:]) for w in windows if len(w) > 1], "WikiText-2")
     losses = {i: (-logp.sum(dtype=float), len(logp)) for i, (logp, _) in enumerate(scored)}
     wikitext = Measure(losses, unit="nats per token")
 
-    for row in rows["lambada"][: most(500)]:
-        context, _, word = row["text"].strip().rpartition(" ")
-        context, answer = ckpt._encode_pair(context, f" {word}")
-        pairs.append((context, answer[:1]))
-    right = [right for _, right in ckpt.score(pairs, "LAMBADA")]
-    lambada = Measure({i: (float(r), 1) for i, r in enumerate(right)})
+    stories = [row["text"].strip().rpartition(" ") for row in rows["lambada"][: most(500)]]
+    pairs = [ckpt._encode_pair(context, f" {word}") for context, _, word in stories]
+    scored = ckpt.score([(context, answer[:1]) for context, answer in pairs], "LAMBADA")
+    lambada = [right for _, right in scored]
 
     items = rows["hellaswag"][: most(200)]
     pairs = [ckpt._encode_pair(item["ctx"], f" {ending}") for item in items for ending in item["endings"]]
     pairs = [(context[-max(1, 512 - len(answer)) :], answer) for context, answer in pairs]
     means = iter([logp.mean() for logp, _ in ckpt.score(pairs, "HellaSwag")])
-    right = [np.argmax([next(means) for _ in item["endings"]]) == int(item["label"]) for item in items]
-    hellaswag = Measure({i: (float(r), 1) for i, r in enumerate(right)})
-    names = "WikiText-2 loss", "WikiText-2 perplexity", "LAMBADA accuracy", "HellaSwag accuracy"
-    measures = wikitext, perplexity(wikitext), lambada, hellaswag
-    return {f"paper's protocol: {name}": measure for name, measure in zip(names, measures)}
+    hellaswag = [np.argmax([next(means) for _ in item["endings"]]) == int(item["label"]) for item in items]
+    return {
+        "paper's protocol: WikiText-2 loss": wikitext,
+        "paper's protocol: WikiText-2 perplexity": perplexity(wikitext),
+        "paper's protocol: LAMBADA accuracy": accuracy(lambada),
+        "paper's protocol: HellaSwag accuracy": accuracy(hellaswag),
+    }
 
 
-# ---- lm-evaluation-harness ---------------------------------------------------
-def one_line(error):
-    return " ".join(str(error).split())[:300]
-
-
+# ---- lm-evaluation-harness ----
 def load_tasks(names, args):
     """{name: the harness's objects behind it}; UserError where one is unknown, cannot be loaded, or would run
     code without consent."""
@@ -344,7 +317,7 @@ def load_tasks(names, args):
         try:
             found = manager.load([name])
         except Exception as error:  # no network, gated data, a package or a file that is missing
-            raise UserError(f"{name} cannot be loaded ({type(error).__name__}: {one_line(error)})") from error
+            raise UserError(f"{name} cannot be loaded ({reason(error)})") from error
         tasks[name] = [found["groups"][name]] if name in found["groups"] else list(found["tasks"].values())
     return tasks
 
@@ -382,7 +355,7 @@ def run_task(ckpt, name, tasks, args):
     return measures, done
 
 
-# ---- All of it ---------------------------------------------------------------
+# ---- All of it ----
 def open_val(ckpts):
     """The val.bin of --dataset=, or of what the checkpoints were trained on."""
     first = ckpts[0]
@@ -418,7 +391,12 @@ def arguments():
     add("--dataset", help="a name under data/ or a folder [what the checkpoint was trained on]")
     add("--protocol", choices=["paper", "full"], help="Table 2: the paper's samples, or the harness's tasks")
     add("--protocol_data", help="a folder with wikitext, lambada, hellaswag (.jsonl, .parquet) [the hub]")
-    add("--tasks", default="", help=f"of the harness, with commas; {', '.join(PAPER)} with the paper's shots")
+    add(
+        "--tasks",
+        type=lambda text: text.split(","),
+        default=[],
+        help=f"of the harness, with commas; {', '.join(PAPER)} with the paper's shots",
+    )
     add("--num_fewshot", type=int, help="shots for all tasks [the paper's, or the task's own]")
     add("--include_path", help="a folder with task files of your own")
     add("--run_code", action="store_true", help="consent to run code that the model wrote (humaneval, mbpp)")
@@ -432,8 +410,7 @@ def arguments():
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps [%(default)s]")
     add("--dtype", choices=["float32", "bfloat16"], help="of compute [bfloat16 on CUDA, else float32]")
     args = parser.parse_args()
-    names = [*filter(None, args.tasks.split(",")), *FULL * (args.protocol == "full")]
-    args.tasks = list(dict.fromkeys(names))
+    args.tasks = args.tasks + FULL * (args.protocol == "full")
     if not args.tasks and not args.protocol:
         args.windows = args.windows or 200
     args.out = Path(args.out or f"out/eval/{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}.json")
@@ -444,7 +421,9 @@ def arguments():
 
 
 def main():
-    args = arguments()  # what can be wrong is found before anything is computed
+    # what can be wrong is found before anything is computed
+    args = arguments()
+    device, dtype = choose_device(args.device), getattr(torch, args.dtype) if args.dtype else None
     ckpts = [Checkpoint(path, args) for path in args.ckpts]
     compared = ["tokenizer", "block_size"] * bool(args.windows or args.protocol)
     for what in compared + ["dataset"] * bool(args.windows):
@@ -452,23 +431,23 @@ def main():
         if len(values) > 1:
             raise UserError(f"losses do not compare between {what}s {values}: give --{what}= or omit some")
     val = open_val(ckpts) if args.windows else None
-    rows = protocol_data(args.protocol_data) if args.protocol == "paper" else None
+    texts = protocol_data(args.protocol_data) if args.protocol == "paper" else None
     tasks = load_tasks(args.tasks, args) if args.tasks else {}
 
     report = {"settings": vars(args), "torch": torch.__version__, "checkpoints": {}, "comparisons": []}
     measures, first = {}, ckpts[0].path
     for ckpt in ckpts:
-        dtype = getattr(torch, args.dtype) if args.dtype else None
-        ckpt.model, _ = load_model(ckpt.folder, choose_device(args.device), args.weights, dtype)
+        ckpt.model, _ = load_model(ckpt.folder, device, args.weights, dtype)
         found, details = {}, {}
         if val:
             found |= held_out(ckpt, val, args.windows, args.limit)
-            ckpt.notes.pop("first ids of request 0")
-        if rows:
-            found |= paper_protocol(ckpt, rows, args.limit)
+        if texts:
+            found |= paper_protocol(ckpt, texts, args.limit)
         for name in tasks:
             result, details[name] = run_task(ckpt, name, tasks[name], args)
             found |= result
+        ckpt.model = None  # the next one needs its memory
+
         measures[ckpt.path] = found
         print(f"{ckpt.path}: " + ", ".join(f"{key} {value}" for key, value in ckpt.notes.items()))
         its = ckpt.notes | {"step": ckpt.meta["step"], "model_config": ckpt.meta["model_config"]}
@@ -480,7 +459,6 @@ def main():
                 pair = {"first": first, "this": ckpt.path, "measure": key}
                 report["comparisons"].append(pair | compare(other, m))
         args.out.write_text(json.dumps(report, default=str))  # after each: hours are not lost
-        ckpt.model = None  # the next one needs its memory
 
     head = ["", "items", *measures]
     rows = []

@@ -21,14 +21,12 @@ import torch
 from checkpoint import load_model, read_meta
 from model import KVCache
 from parallel import choose_device
-from prepare_data import TOKENIZERS, load_tokenizer
+from tokenizer import TOKENIZERS, load_tokenizer
 
 NAMES = ", ".join(["bytes", *TOKENIZERS])  # of tokenizers
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Tokenizers: prepare_data.py's, or the tokenizer.json of an imported model
-# ----------------------------------------------------------------------------------------------------------
+# ---- Tokenizers: by name, or the tokenizer.json of an imported model ----
 @dataclass
 class Text:
     """A tokenizer, and what stands before and behind a text."""
@@ -63,29 +61,27 @@ def load_text(ckpt, meta, tokenizer=None, prefix_token="auto"):
     model was not trained here, its own. prefix_token: bos, eot or an id; auto: bos for an imported model
     that has one, as it was trained, else eot, which stands before every document in training here.
     """
-    origin = meta.get("origin") or {"source": "", "config": {}}
-    source, imported = Path(origin["source"]), meta["data"]["dataset"] is None
-    own = source / "tokenizer.json"
-    name = tokenizer or (str(own) if imported and own.is_file() else meta["data"]["tokenizer"])
+    origin, imported = meta.get("origin"), meta["data"]["dataset"] is None
+    name, ends = tokenizer, []
+    if origin:
+        source = Path(origin["source"])
+        if imported and (source / "tokenizer.json").is_file():
+            name = name or str(source / "tokenizer.json")
+        for config in (origin["config"], read_json(source / "generation_config.json")):
+            end = config.get("eos_token_id")
+            ends += end if isinstance(end, list) else [] if end is None else [end]
+    name = name or meta["data"]["tokenizer"]
     if name is None:
         raise UserError(f"{ckpt} names no tokenizer: give --tokenizer=, {NAMES} or a tokenizer.json")
-    ends = []
-    for said in (origin["config"], read_json(source / "generation_config.json")):
-        end = said.get("eos_token_id")
-        ends += end if isinstance(end, list) else [end] if end is not None else []
-    if name == "bytes" or name in TOKENIZERS:
-        text = named_text(name)
-        text.stops = ends + text.stops if imported else text.stops + ends
-    else:
-        text = json_text(Path(name))
-        text.stops += ends
+    named = name == "bytes" or name in TOKENIZERS
+    text = named_text(name) if named else json_text(Path(name))
+    text.stops = ends + text.stops if named and imported else text.stops + ends
     if not text.stops:
         raise UserError(f"{name}: what ends a text? Put a tokenizer_config.json with its eos_token beside it")
-
     rows = meta["model_config"]["vocab_size"]
     if text.n_ids > rows:
         raise UserError(f"{name} has {text.n_ids:,} ids, {ckpt} {rows:,} rows: give another --tokenizer=")
-    auto = text.bos if meta.get("origin") and text.bos is not None else text.eot
+    auto = text.bos if origin and text.bos is not None else text.eot
     prefix = str({"auto": auto, "bos": text.bos, "eot": text.eot}.get(prefix_token, prefix_token))
     if not prefix.isdecimal() or int(prefix) >= text.n_ids:
         raise UserError(f"--prefix_token={prefix_token}: {name} has only eot and ids below {text.n_ids}")
@@ -122,12 +118,10 @@ def read_json(path):
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Generation
-# ----------------------------------------------------------------------------------------------------------
+# ---- Generation ----
 class LeftPadded(KVCache):
     """A KVCache for prompts of several lengths, aligned at their ends: row b begins at start[b] ([B] int64).
-    Rotary embeddings see only differences of positions, so a row does not notice where it begins."""
+    Rotary embeddings see only differences of positions, so it does not matter where a row begins."""
 
     def __init__(self, config, start, length, device, dtype):
         super().__init__(config, len(start), length, device, dtype)
@@ -145,7 +139,7 @@ class LeftPadded(KVCache):
 
 def choose(logits, temperature, top_k, top_p, generator):
     """Token ids [B] drawn from logits [B, V], fp32. temperature 0 takes the best; top_k 0 and top_p 1 leave
-    all; ties at the cut stay in."""
+    all. Ties at the cut stay in."""
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits / temperature
@@ -153,59 +147,70 @@ def choose(logits, temperature, top_k, top_p, generator):
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
     if top_p < 1:
-        ordered, order = logits.sort(descending=True)
+        ordered = logits.sort(descending=True).values
         p = ordered.softmax(-1)
-        before = p.cumsum(-1) - p  # what the likelier tokens make up
-        ordered = ordered.masked_fill(before >= top_p, float("-inf"))
-        logits = torch.full_like(logits, float("-inf")).scatter(-1, order, ordered)
+        count = (p.cumsum(-1) - p < top_p).sum(-1, keepdim=True)  # tokens of which the likelier make up less
+        logits = logits.masked_fill(logits < ordered.gather(-1, count - 1), float("-inf"))
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 
 @torch.no_grad()
 def generate(model, prompt, new, n_ids, temperature=1.0, top_k=0, top_p=1.0, generator=None, start=None):
-    """Yields `new` times token ids [B]; on CUDA a step is replayed as a CUDA graph.
-
-    prompt: ids [B, T], of which row b's begin at start[b] (None: at 0). n_ids: ids from here on are padding
-    rows and never drawn. UserError if prompt and new tokens do not fit into block_size.
-    """
+    """Yields `new` times token ids [B], below n_ids; on CUDA a step is replayed as a CUDA graph. prompt: ids
+    [B, T], of which row b's begin at start[b] (None: at 0)."""
     B, T = prompt.shape
     if T + new > model.config.block_size:
         both = f"the prompt's {T} tokens and {new} new ones exceed block_size={model.config.block_size}"
         raise UserError(f"{both}: shorten the prompt, or lower --max_new_tokens=")
     where = T + new, prompt.device, model.embed.weight.dtype
     cache = KVCache(model.config, B, *where) if start is None else LeftPadded(model.config, start, *where)
-    for part in prompt.split(512, 1):  # in parts: a long prompt's logits and scores would need most memory
+    for part in prompt.split(512, 1):  # a long prompt's logits would need most of the memory
         logits = model(part, cache=cache)[:, -1]
-    step = None
+    step = lambda token: model(token[:, None], cache=cache)[:, -1]
     for i in range(new):
         token = choose(logits[:, :n_ids].float(), temperature, top_k, top_p, generator)
         yield token
         if i + 1 == new:
             return
-        if step is None and prompt.is_cuda:
-            step = record_step(model, token, cache)
-        logits = step(token) if step else model(token[:, None], cache=cache)[:, -1]
+        if i == 1 and prompt.is_cuda:  # the first step has compiled the kernels
+            step = record_step(step, token)
+        logits = step(token)
 
 
-def record_step(model, token, cache):
-    """model(token, cache=cache) as a CUDA graph: a function of token [B] that gives the logits [B, V]."""
-    token, position = token[:, None].clone(), cache.position.clone()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        model(token, cache=cache)  # what it writes into the cache is written again
-    torch.cuda.current_stream().wait_stream(side)
-    cache.position.copy_(position)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = model(token, cache=cache)[:, -1]
+def record_step(step, token):
+    """step(token), token [B] to logits [B, V], as a CUDA graph."""
+    token, graph = token.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # records, and computes nothing
+        logits = step(token)
 
-    def step(new):
-        token.copy_(new[:, None])
+    def replay(new):
+        token.copy_(new)
         graph.replay()
         return logits
 
-    return step
+    return replay
+
+
+def write(model, text, prompts, new, until=(), **how):
+    """Yields after each of at most `new` steps what is drawn so far, a list of ids for each of the prompts
+    (lists of ids of any lengths). A text ends before an id of text.stops, or when one of the strings `until`
+    is in it. how: see generate."""
+    device, longest = model.embed.weight.device, max(map(len, prompts))
+    start = [longest - len(prompt) for prompt in prompts]
+    idx = torch.tensor([[0] * n + prompt for n, prompt in zip(start, prompts)], device=device)
+    start = torch.tensor(start) if any(start) else None
+    tail = 4 + max([len(stop.encode()) for stop in until], default=0)  # a token is a byte or more
+    drawn, running = [[] for _ in prompts], [True for _ in prompts]
+    for token in generate(model, idx, new, text.n_ids, start=start, **how):
+        for row, id in enumerate(token.tolist()):
+            running[row] &= id not in text.stops
+            if running[row]:
+                drawn[row].append(id)
+                end = text.decode(drawn[row][-tail:])
+                running[row] = not any(stop in end for stop in until)
+        yield drawn
+        if not any(running):
+            return
 
 
 def main():
@@ -223,34 +228,27 @@ def main():
     add("--weights", choices=["raw", "ema"], default="raw", help="ema: the running average [%(default)s]")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps [%(default)s]")
     args = parser.parse_args()
-    at_least_0 = min(args.temperature, args.top_k, args.max_new_tokens - 1, args.num_samples - 1) >= 0
-    if not at_least_0 or not 0 < args.top_p <= 1:
+    positive = args.max_new_tokens > 0 and args.num_samples > 0
+    if not (positive and args.temperature >= 0 and args.top_k >= 0 and 0 < args.top_p <= 1):
         raise UserError("needs temperature, top_k >= 0, max_new_tokens, num_samples >= 1 and 0 < top_p <= 1")
     device = choose_device(args.device)
     ckpt, meta = read_meta(args.ckpt)
     text = load_text(ckpt, meta, args.tokenizer)
     model, _ = load_model(ckpt, device, args.weights)
 
-    ids = text.encode(args.prompt) or [text.prefix]
-    prompt = torch.tensor([ids] * args.num_samples, device=device)
-    generator = torch.Generator(device).manual_seed(args.seed)
-    how = args.max_new_tokens, text.n_ids, args.temperature, args.top_k, args.top_p, generator
-    drawn, running, shown = [[] for _ in prompt], [True for _ in prompt], ""
-    for token in generate(model, prompt, *how):
-        for i, t in enumerate(token.tolist()):
-            running[i] &= t not in text.stops
-            if running[i]:
-                drawn[i].append(t)
-        said = args.prompt + text.continuation(ids, drawn[0])
+    prompt = text.encode(args.prompt) or [text.prefix]
+    how = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
+    how["generator"] = torch.Generator(device).manual_seed(args.seed)
+    shown = ""
+    for drawn in write(model, text, [prompt] * args.num_samples, args.max_new_tokens, **how):
+        said = args.prompt + text.continuation(prompt, drawn[0])
         if args.num_samples == 1 and not said.endswith("\ufffd"):  # a token may end within a character
             print(said[len(shown) :], end="", flush=True)
             shown = said
-        if not any(running):
-            break
     if args.num_samples > 1:
         print(args.prompt, end="")
         for i, new in enumerate(drawn, 1):
-            print(f"\n--- {i}\n{text.continuation(ids, new)}", end="")
+            print(f"\n--- {i}\n{text.continuation(prompt, new)}", end="")
     print()
 
 

@@ -109,7 +109,7 @@ def test_likelihoods_equal_hand_written_sums(tmp_path):
     texts = [instance("loglikelihood_rolling", t) for t in (text[: T - 3], "")]
     whole = by_hand(model, [256], list(text[: T - 3].encode()))
     assert lm.loglikelihood_rolling(texts) == pytest.approx([whole, 0])
-    with pytest.raises(UserError, match="exceeds block_size=32"):
+    with pytest.raises(UserError, match="not 1 to block_size=32"):
         lm.loglikelihood([instance("loglikelihood", "a", text)], disable_tqdm=True)
 
 
@@ -139,7 +139,7 @@ def test_answers_are_encoded_with_their_context(tmp_path):
     ckpt.text = Text("stub", plain, None, 257, None, [256], 256)
     assert ckpt._encode_pair("call", " g") == ([0, 1], [4])  # apart from its context it is [0, 4]
     assert ckpt._encode_pair("call ", "g") == ([0, 1], [4])
-    with pytest.raises(UserError, match=r"answer '\)' adds no token to 'call f\('"):
+    with pytest.raises(UserError, match="an answer of 0 tokens"):
         ckpt.loglikelihood([instance("loglikelihood", "call f(", ")")], disable_tqdm=True)
 
 
@@ -347,7 +347,6 @@ def test_end_to_end(tmp_path, dataset, capsys):  # noqa: F811
     assert (
         its[a]["prefix"] == 256 and not its[a]["before every prompt"] and its[a]["inputs cut at the left"] > 0
     )
-    assert "first ids of request 0 [113, 117" in said
     main(
         a,
         "--tasks=mmlu,codes",
