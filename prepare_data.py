@@ -34,7 +34,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data import HEADER_BYTES, HERE, open_bin, pack_header, seal
-from tokenizer import TOKENIZERS, load_tokenizer, rank_file  # noqa: F401
+from tokenizer import TOKENIZERS, load_tokenizer
 
 
 @dataclass

@@ -282,6 +282,14 @@ def test_formats_and_workers_give_the_same_documents(tmp_path):
         refused(f"{name}: cannot be read .*[Tt]runcated", tmp_path / name, tmp_path / "no")
 
 
+def test_a_line_is_in_one_part(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", ["", "a", "bb", ""] * 5)
+    for parts in range(1, 200):
+        with open(path, "rb") as file:
+            rows = [row for part in range(parts) for row in prepare_data.json_rows(file, path, part, parts)]
+        assert [row["text"] for row in rows] == ["", "a", "bb", ""] * 5
+
+
 def test_what_is_in_a_folder(tmp_path, capsys):
     """Hidden files, other kinds, binary ones, links, brackets, byte-order marks, bytes that are not UTF-8."""
     folder = tmp_path / "my[1]"
