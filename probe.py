@@ -31,19 +31,15 @@ from parallel import choose_device
 from sample import load_text
 
 
-# ---- Measures ----------------------------------------------------------------
+# ---- Measures ----
 def weights_of(keys, query, heads):
     """Routing weights [N, M, H] of a query [D] over keys [N, M, D], in `heads` parts with a softmax each."""
     return (keys * query).unflatten(-1, (heads, -1)).sum(-1).softmax(0)
 
 
-def disagreement(keys, query, slices, interleaved=False):
-    """Means over slices and tokens of KL(a_s || alpha) and KL(a_s || mean of the a_s), in nats. Slices are
-    contiguous channels, or every slices-th one."""
-    products = keys * query  # [N, M, D]
-    if interleaved:
-        products = products.unflatten(-1, (-1, slices)).transpose(-1, -2).flatten(-2)
-    logits = products.unflatten(-1, (slices, -1)).sum(-1)  # [N, M, slices]
+def disagreement(keys, query, slices):
+    """Means over slices and tokens of KL(a_s || alpha) and KL(a_s || mean of the a_s), in nats."""
+    logits = (keys * query).unflatten(-1, (slices, -1)).sum(-1)  # [N, M, slices]
     log_a, log_alpha = logits.log_softmax(0), logits.sum(-1, keepdim=True).log_softmax(0)
     log_mean = log_a.logsumexp(-1, keepdim=True) - np.log(slices)
     return tuple((log_a.exp() * (log_a - other)).sum(0).mean().item() for other in (log_alpha, log_mean))
@@ -76,31 +72,31 @@ def reads(model, idx):
 
 @torch.no_grad()
 def measure(model, batches, slices, seed=0):
-    """Rows of what is shown, one per site, averaged over batches of idx [B, T]. deviation and random, of the
-    heads under trained and random queries, are arrays [N, H], all else is numbers."""
+    """One row per site, averaged over batches of idx [B, T]: the heads' deviation under trained and random
+    queries, arrays [N, H], all else numbers."""
     query, H, found = model.residual.query.float(), model.residual.n_heads, defaultdict(list)  # query [S, D]
     random = torch.randn(query.shape, generator=torch.Generator().manual_seed(seed)).to(query.device)
     random *= query.norm(dim=1, keepdim=True) / random.norm(dim=1, keepdim=True)
+    order = torch.arange(query.size(1)).unflatten(0, (-1, slices)).T.flatten()  # slices of every n-th channel
     for idx in batches:
         for site, v, keys in reads(model, idx):
-            q, null = query[site], random[site]
-            alpha, by_chance = weights_of(keys, q, H), weights_of(keys, null, H)
-            row = {
-                "site": site,
-                "sources": len(v),
-                "uniform": math.log(len(v)),
-                "collinearity": collinearity(v),
-            }
+            row = {"site": site, "sources": len(v), "uniform": math.log(len(v))}
+            row["collinearity"] = collinearity(v)
+            alpha = weights_of(keys, query[site], H)
             row["entropy"] = -(alpha * alpha.clamp_min(1e-30).log()).sum(0).mean().item()
-            row["kl"], row["between"] = disagreement(keys, q, slices)
-            row["null"], row["null_between"] = disagreement(keys, null, slices)
-            row["interleaved"] = disagreement(keys, q, slices, True)[0]
-            row["null_interleaved"] = disagreement(keys, null, slices, True)[0]
-            for key, weights in (("deviation", alpha), ("random", by_chance)):
-                mean = weights.mean(1)  # [N, H]
-                row[key] = (mean - mean.mean(1, keepdim=True)).cpu().numpy()
+            row["deviation"], row["random"] = deviation(alpha), deviation(weights_of(keys, random[site], H))
+            row["kl"], row["between"] = disagreement(keys, query[site], slices)
+            row["null"], row["null_between"] = disagreement(keys, random[site], slices)
+            row["interleaved"], _ = disagreement(keys[..., order], query[site, order], slices)
+            row["null_interleaved"], _ = disagreement(keys[..., order], random[site, order], slices)
             found[site].append(row)
     return [{key: np.mean([row[key] for row in rows], 0) for key in rows[0]} for rows in found.values()]
+
+
+def deviation(alpha):
+    """Of weights [N, M, H]: [N, H], their mean over tokens minus its mean over heads."""
+    mean = alpha.mean(1)
+    return (mean - mean.mean(1, keepdim=True)).cpu().numpy()
 
 
 def flat(rows, key):
@@ -113,9 +109,9 @@ def between_heads(rows):
     return together[~np.eye(len(together), dtype=bool)].mean()
 
 
-# ---- Figures -----------------------------------------------------------------
+# ---- Figures ----
 def plot_sites(rows, path):
-    """Left the disagreement of the trained and of a random query by depth, right the entropy."""
+    """By depth, left the disagreement of the trained and of a random query, right the entropy."""
     figure = Figure((10, 3.6), layout="tight")
     column = lambda key: [row[key] for row in rows]
     left, right = figure.subplots(1, 2)
@@ -150,10 +146,10 @@ def plot_heads(rows, path, first_source):
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
-# ---- All of it ---------------------------------------------------------------
+# ---- All of it ----
 def read_windows(args, model, meta):
     """Arrays [T] of token ids, of --text= or of the run's held-out documents."""
-    T, count, data = model.config.block_size, 2 * args.windows, meta["data"]
+    T, count, data = model.config.block_size, 2 * args.windows, meta["data"]  # two halves
     if args.text:
         if not Path(args.text).is_file():
             raise UserError(f"--text={args.text} is not a file")
@@ -190,9 +186,7 @@ def main():
         raise UserError(f"--slices={args.slices} does not divide the width {config.n_embd}")
     windows = read_windows(args, model, meta)
     if len(windows) < 2:
-        raise UserError(
-            f"the text has no two windows of {config.block_size} tokens: give a longer one, or --windows=8"
-        )
+        raise UserError(f"no two windows of {config.block_size} tokens: give a longer text, or --windows=8")
     out = output_folder(args.out_dir or Path(args.ckpt) / "probe", "--out_dir")
     batches = [torch.from_numpy(window)[None].to(device) for window in windows]
     rows, other = (measure(model, batches[half::2], args.slices) for half in (0, 1))  # disjoint text
@@ -211,14 +205,13 @@ def main():
         "routing entropy (nats)": mean("entropy"),
     }
     if H > 1:
-        own = flat(rows, "deviation")
-        with np.errstate(invalid="ignore"):  # NaN where all queries are zero, as at the start
-            summary |= {
-                "largest deviation of a head": np.abs(own).max(),
-                "the same under random queries": np.abs(flat(rows, "random")).max(),
-                "correlation with other text": np.corrcoef(own, flat(other, "deviation"))[0, 1],
-                "correlation between heads": between_heads(rows),
-            }
+        own, again = flat(rows, "deviation"), flat(other, "deviation")
+        summary |= {
+            "largest deviation of a head": np.abs(own).max(),
+            "the same under random queries": np.abs(flat(rows, "random")).max(),
+            "correlation with other text": np.corrcoef(own, again)[0, 1],  # NaN while all queries are zero
+            "correlation between heads": between_heads(rows),
+        }
         zeroth = "the null source" if config.residual == "delta" else "the embedding"
         plot_heads(rows[:10], out / "perhead.png", zeroth)
     plot_sites(rows, out / "sites.png")

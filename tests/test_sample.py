@@ -2,17 +2,13 @@
 
 import json
 import sys
-from dataclasses import asdict
-from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from configurator import UserError
 
+import pytest
 import torch
-from safetensors.torch import save_file
 from test_model import METHODS, scramble, tiny, tokens
+from test_probe import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 import sample
@@ -60,26 +56,11 @@ def test_choose():
     two = torch.tensor([0, p[1], 0, p[3]]) / (p[1] + p[3])
     one = torch.tensor([0.0, 1, 0, 0])
     for cut, want in [
-        ((1.0, 0, 1.0), p),
-        ((2.0, 0, 1.0), (logits[0] / 2).softmax(-1)),
-        ((1.0, 2, 1.0), two),
-        ((1.0, 0, 0.6), one),  # the likeliest alone has 0.64
-        ((1.0, 0, 0.7), two),
-        ((0, 0, 1.0), one),
-    ]:
+        ((1.0, 0, 1.0), p), ((2.0, 0, 1.0), (logits[0] / 2).softmax(-1)), ((1.0, 2, 1.0), two),
+        ((1.0, 0, 0.6), one), ((1.0, 0, 0.7), two), ((0, 0, 1.0), one),  # the likeliest alone has 0.64
+    ]:  # fmt: skip
         drawn = choose(logits, *cut, torch.Generator().manual_seed(0))
         torch.testing.assert_close(torch.bincount(drawn, minlength=4) / 4000, want, atol=0.03, rtol=0)
-
-
-def write_ckpt(path, **meta):
-    path.mkdir(parents=True, exist_ok=True)
-    model = tiny(vocab_size=320, block_size=64)
-    for name in ("model", "ema"):
-        save_file({n: p.detach() for n, p in model.named_parameters()}, path / f"{name}.safetensors")
-        scramble(model)
-    meta |= {"step": 4, "train_config": {"param_dtype": "float32"}, "model_config": asdict(model.config)}
-    (path / "meta.json").write_text(json.dumps(meta))
-    return path
 
 
 @pytest.fixture
@@ -94,23 +75,24 @@ def say(monkeypatch, capsys):
     return say
 
 
-HERE = {"dataset": "mine", "tokenizer": "bytes"}
+def model(seed=0):
+    return tiny(seed=seed, vocab_size=320, block_size=64)
 
 
 def test_command_line(tmp_path, say):
-    path = write_ckpt(tmp_path / "run/step_00000004", data=HERE)
-    alone = say(path.parent, "--prompt=abc", "--max_new_tokens=40", "--seed=3")
+    path = save(model(), tmp_path / "run/step_00000004")
+    save(model(1), tmp_path / "other")
+    (tmp_path / "other/model.safetensors").rename(f"{path}/ema.safetensors")
+    alone = say(tmp_path / "run", "--prompt=abc", "--max_new_tokens=40", "--seed=3")
     assert alone.startswith("abc") and len(alone) > 20
     three = say(path, "--num_samples=3", "--max_new_tokens=40")
     assert [f"--- {i}" in three for i in (1, 2, 3, 4)] == [True] * 3 + [False]
     assert say(path, "--weights=ema", "--max_new_tokens=40") != say(path, "--max_new_tokens=40")
     for flags, words in [
-        ([tmp_path], "is not a checkpoint"),
+        ([tmp_path], "is not a checkpoint"), ([path, "--top_p=0"], "top_p"),
         ([path, "--prompt=ab", "--max_new_tokens=63"], "2 tokens and 63 new ones exceed block_size=64"),
-        ([path, "--top_p=0"], "top_p"),
-        ([path, "--temperature=nan"], "temperature"),
-        ([path, "--tokenizer=no"], "neither a tokenizer.json nor one of bytes"),
-    ]:
+        ([path, "--temperature=nan"], "temperature"), ([path, "--tokenizer=no"], "neither a tokenizer.json"),
+    ]:  # fmt: skip
         with pytest.raises(UserError, match=words):
             say(*flags)
 
@@ -122,14 +104,14 @@ def test_an_imported_model(tmp_path, say):
     t.pre_tokenizer, t.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     t.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])
     origin = {"source": str(src), "config": {"eos_token_id": 1}}
-    path = write_ckpt(tmp_path / "a", data={"dataset": None, "tokenizer": None}, origin=origin)
+    path = save(model(), tmp_path / "a", tokenizer=None, origin=origin)
     run = lambda *flags: say(path, "--prompt=w1 b", "--max_new_tokens=20", *flags)
     with pytest.raises(UserError, match="names no tokenizer: give --tokenizer="):
         run()
 
     src.mkdir()
     t.save(str(src / "tokenizer.json"))
-    write_ckpt(path, data={"dataset": None, "tokenizer": "bytes"}, origin=origin)  # a guess does not count
+    path = save(model(), tmp_path / "b", tokenizer="bytes", origin=origin)  # a guess does not count
     text = sample.load_text(*sample.read_meta(path))
     assert (text.encode("w1 b"), text.encode("b", bos=False), text.eot) == ([0, 4, 2], [2], 1)
     whole = run()
@@ -139,6 +121,6 @@ def test_an_imported_model(tmp_path, say):
     (src / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     assert run().split()[2:] == new[:5]
 
-    trained = sample.load_text(*sample.read_meta(write_ckpt(tmp_path / "b", data=HERE, origin=origin)))
+    trained = sample.load_text(*sample.read_meta(save(model(), tmp_path / "c", "mine", origin=origin)))
     assert (trained.name, trained.eot, trained.stops) == ("bytes", 256, [256, 1, *ends])
     assert sample.named_text("qwen3").stops == [151_645, 151_643]
