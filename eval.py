@@ -125,6 +125,12 @@ class Checkpoint(TemplateLM):
             self.text = t = load_text(self.folder, self.meta, args.tokenizer, args.prefix_token)
             self.notes |= {"tokenizer": t.name, "prefix": t.prefix, "before every prompt": t.prefix == t.bos}
 
+    def batches(self, items, what):
+        """Of items [(ids, more)], the longest ids first: tuples of ids and of more, with a progress bar."""
+        items = sorted(items, key=lambda item: -len(item[0]))
+        for first in tqdm(range(0, len(items), self.batch_size), what, disable=None):
+            yield zip(*items[first : first + self.batch_size])
+
     @torch.no_grad()
     def score(self, pairs, what, n_ids=None):
         """[(log-probabilities of the answer's tokens, fp32 [n], whether greedy decoding gives them)] of pairs
@@ -140,12 +146,11 @@ class Checkpoint(TemplateLM):
             ids = (*context, *answer)
             self.notes[CUT] += len(ids) > T + 1
             asked[ids[-T - 1 : -1]].append(i)
-        order, device = sorted(asked, key=len, reverse=True), self.model.embed.weight.device
-        for first in tqdm(range(0, len(order), self.batch_size), what, disable=None):
-            batch = order[first : first + self.batch_size]
+        device = self.model.embed.weight.device
+        for batch, numbers in self.batches(asked.items(), what):
             idx = torch.tensor([ids + (0,) * (len(batch[0]) - len(ids)) for ids in batch], device=device)
-            for ids, logits in zip(batch, self.model(idx)):  # logits [T, V]
-                for i in asked[ids]:
+            for ids, own, logits in zip(batch, numbers, self.model(idx)):  # logits [T, V]
+                for i in own:
                     answer = torch.tensor(pairs[i][1], device=device)
                     x = logits[len(ids) - len(answer) : len(ids), :n_ids].float()
                     logp = x.gather(1, answer[:, None])[:, 0] - x.logsumexp(1)
@@ -182,7 +187,7 @@ class Checkpoint(TemplateLM):
     def generate_until(self, requests, disable_tqdm=False):
         from lm_eval.models.utils import normalize_gen_kwargs
 
-        asked, texts = defaultdict(list), [None] * len(requests)  # (stops, new): [(request, prompt)]
+        asked, texts = defaultdict(list), [None] * len(requests)  # (stops, new): [(prompt, request)]
         for i, (context, how) in enumerate(request.args for request in requests):
             how = dict(normalize_gen_kwargs(how))
             known = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
@@ -192,11 +197,9 @@ class Checkpoint(TemplateLM):
             prompt, room = self.text.encode(context) or [self.text.prefix], self.block_size - new
             self.notes[FEWER] += new < how["max_gen_toks"]
             self.notes[CUT] += len(prompt) > room
-            asked[tuple(filter(None, how["until"])), new].append((i, prompt[-room:]))
+            asked[tuple(filter(None, how["until"])), new].append((prompt[-room:], i))
         for (stops, new), group in asked.items():
-            group.sort(key=lambda one: -len(one[1]))
-            for first in tqdm(range(0, len(group), self.batch_size), "generation", disable=None):
-                numbers, prompts = zip(*group[first : first + self.batch_size])
+            for prompts, numbers in self.batches(group, "generation"):
                 *_, drawn = write(self.model, self.text, prompts, new, stops, temperature=0)
                 for i, prompt, ids in zip(numbers, prompts, drawn):
                     text = self.text.continuation(prompt, ids)

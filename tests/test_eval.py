@@ -21,7 +21,7 @@ import torch
 
 lm_eval = pytest.importorskip("lm_eval")
 from test_model import METHODS, scramble, tiny, tokens
-from test_probe import dataset, save  # noqa: F401  (dataset is a fixture)
+from test_probe import dataset, save  # noqa: F401
 
 import eval as evaluation
 import report
@@ -374,7 +374,7 @@ def test_tasks_as_the_harness_defines_them(tmp_path, dataset, capsys):
 
 
 # ---- mistakes ----
-def test_mistakes(tmp_path, dataset, monkeypatch):
+def test_mistakes(tmp_path, dataset):
     tasks = f"--include_path={task_files(tmp_path / 'tasks')}"
     good = save(drawn(), tmp_path / "good", dataset)
     short = save(drawn(block_size=16), tmp_path / "s", dataset)
