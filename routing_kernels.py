@@ -1219,7 +1219,8 @@ class FusedDeltaRouter:
         self.site, self.mixes = 0, ()
 
     def _rstd(self, x: Tensor) -> Tensor:
-        return (x.float().square().mean(-1) + self.eps).rsqrt().flatten()
+        norm = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)  # keeps no fp32 copy of x
+        return (norm.square() / x.size(-1) + self.eps).rsqrt().flatten()
 
     def read(self) -> Tensor:
         if not self.mixes:  # of all sites from here on that read the same sources, up to G of them

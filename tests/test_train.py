@@ -79,7 +79,7 @@ sys.path.insert(0, {root!r})
 import torch.distributed as dist
 import parallel, train
 shard = parallel.shard
-train.shard = lambda model, dtype: shard(model, dtype, unit=1)  # layers one by one: one unit would hold all
+train.shard = lambda model, dtype, device: shard(model, dtype, device, unit=1)  # layers one by one: one unit would hold all
 dist.init_process_group("gloo")
 dist.destroy_process_group = lambda: None  # one process group serves all the runs
 for sys.argv in {runs!r}:
@@ -506,7 +506,12 @@ def test_log(dataset, tmp_path, capsys):
     losses = [e["loss"] for e in events(tmp_path / "a", "val")]
     assert end["val_tail_mean"] == pytest.approx(np.mean(losses)) and end["val_tail_count"] == 2
     said = capsys.readouterr().out
-    for words in ("388 of them of residual=delta", "256 tokens = 1 ranks", "routing: torch (", "weight decay 0.1"):
+    for words in (
+        "388 of them of residual=delta",
+        "256 tokens = 1 ranks",
+        "routing: torch (",
+        "weight decay 0.1",
+    ):
         assert words in said, words
 
 
