@@ -144,10 +144,11 @@ def documents(path, part, parts, column):
                 data = file.read()
                 yield "" if b"\0" in data else data.decode("utf-8-sig", "replace")  # zeros: a binary file
                 return
-            parquet = path.endswith(".parquet")
-            for row in (
-                parquet_rows(file, part, parts, column) if parquet else json_rows(file, path, part, parts)
-            ):
+            if path.endswith(".parquet"):
+                rows = parquet_rows(file, part, parts, column)
+            else:
+                rows = json_rows(file, path, part, parts)
+            for row in rows:
                 if column not in row:
                     raise ValueError(f"no column {column!r}: choose one of {list(row)} with --text_column=")
                 if not isinstance(row[column], str | None):
@@ -274,7 +275,7 @@ def make(sources, shares, recipe, settings, out):
     record, counts = (
         folder / "finished.json",
         {},
-    )  # {source: [documents, tokens, bytes of text] of both splits}
+    )  # {source: [documents, tokens, bytes of text] of each split}
     if record.exists() and (finished := json.loads(record.read_text()))["recipe"] == recipe:
         counts = finished["counts"]
     files = [open(folder / f"{split}.bin", "r+b" if counts else "wb") for split in SPLITS]
