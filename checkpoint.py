@@ -10,6 +10,7 @@ import os
 import shutil
 import warnings
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 from configurator import UserError
@@ -28,11 +29,7 @@ warnings.filterwarnings(
     "ignore", message="torch.distributed is disabled"
 )  # of checkpoints of a single process
 STEPS = "step_" + 8 * "[0-9]"  # a folder of another name, step_00000500_best say, is the user's
-FAILURES = (
-    OSError,
-    SafetensorError,
-    dcp.CheckpointException,
-)  # of reading and writing; the last is no Exception
+FAILURES = OSError, SafetensorError, dcp.CheckpointException  # the last, of all ranks, is no Exception
 
 
 def find_checkpoint(path):
@@ -54,8 +51,8 @@ def readable(ckpt):
     try:
         yield
     except (*FAILURES, ValueError, KeyError) as error:
-        remedy = "remove that folder to go on from the one before it"
-        raise UserError(f"{ckpt} cannot be read ({reason(error)}): {remedy}") from error
+        remedy = "if it is damaged, remove that folder: the one before it counts then"
+        raise UserError(f"{ckpt} cannot be read ({reason(error)}); {remedy}") from error
 
 
 def read_meta(path):
@@ -65,22 +62,27 @@ def read_meta(path):
         raise UserError(f"{path} is not a checkpoint: give a folder with meta.json, or a run's folder")
     with readable(ckpt):
         meta = json.loads((ckpt / "meta.json").read_text())
-        return ckpt, {key: meta[key] for key in ("step", "model_config", "train_config", "data")} | meta
+        meta = {key: meta[key] for key in ("step", "model_config", "train_config", "data")} | meta
+    if unknown := meta["model_config"].keys() - {f.name for f in fields(GPTConfig)}:
+        raise UserError(f"{ckpt} has settings that this version does not know: {sorted(unknown)}")
+    return ckpt, meta
 
 
 def load_weights(own, ckpt, name="model.safetensors"):
     """Copy a file's tensors (or those of its shards) into `own` {name: tensor}, whole or sharded, one by one.
-    Strict: UserError with up to five names that only one side has."""
+    Strict: UserError with up to five names that only one side has, or in other shapes."""
     index = ckpt / f"{name}.index.json"
     with readable(ckpt), torch.no_grad():
         files = (
             sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [name]
         )
         stored = {key: file for file in [safe_open(ckpt / f, "pt") for f in files] for key in file.keys()}
-        if odd := sorted(own.keys() ^ stored.keys()):
-            raise UserError(
-                f"{ckpt} does not fit this model, it differs in {odd[:5]}: give the flags it was trained with"
-            )
+        odd = sorted(own.keys() ^ stored.keys())
+        if not odd:
+            odd = [k for k, t in own.items() if stored[k].get_slice(k).get_shape() != list(t.shape)]
+        if odd:
+            names = f"it differs in {odd[:5]}, or in their shapes"
+            raise UserError(f"{ckpt} does not fit this model: {names}; give the flags it was trained with")
         for key, tensor in own.items():
             assign(tensor, stored[key].get_tensor(key))
 
@@ -129,7 +131,7 @@ def load_optimizer(ckpt, meta, model, optimizer):
     """Fill in AdamW's state, whatever number of ranks saved it. All ranks call this together."""
     reader = HuggingFaceStorageReader(str(ckpt / "optimizer"))
     with readable(ckpt):
-        files = len(list((ckpt / "optimizer").iterdir()))
+        files = len(list((ckpt / "optimizer").glob("*.safetensors")))
         if files != meta["optimizer_files"]:  # else zeros would stand in for what is missing
             raise FileNotFoundError(f"{files} of {meta['optimizer_files']} files of the optimizer are there")
         dcp.load(
@@ -160,7 +162,7 @@ def save_checkpoint(out_dir, meta, model, ema, optimizer, keep):
     dcp.save(optimizer_tensors(model, optimizer), storage_writer=writer, no_dist=not dist.is_initialized())
     barrier()
     if rank == 0:
-        meta = meta | {"optimizer_files": len(list((part / "optimizer").iterdir()))}
+        meta = meta | {"optimizer_files": len(list((part / "optimizer").glob("*.safetensors")))}
         (part / "meta.json").write_text(json.dumps(meta, indent=1))
         for file in filter(Path.is_file, part.rglob("*")):
             file.chmod((part / "meta.json").stat().st_mode)  # safetensors keeps its files to the owner
@@ -169,5 +171,5 @@ def save_checkpoint(out_dir, meta, model, ema, optimizer, keep):
         shutil.rmtree(out_dir / name, ignore_errors=True)
         os.replace(part, out_dir / name)
         for old in sorted(out_dir.glob(STEPS))[:-keep]:
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)
     barrier()

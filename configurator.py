@@ -13,6 +13,7 @@ import argparse
 import ast
 import dataclasses
 import difflib
+import errno
 import inspect
 import os
 import re
@@ -50,6 +51,11 @@ def cli(main):
         if "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
             print("error: " + str(error).replace("\n", " "), file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES):
+            raise
+        print(f"error: {error}: make room, or choose another folder", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.tracebacklimit = 0
         raise KeyboardInterrupt("interrupted") from None

@@ -54,6 +54,8 @@ class Settings:
     def __post_init__(self):
         if not all(isinstance(share, int | float) and share > 0 for share in self.shares.values()):
             raise ValueError(f"shares={self.shares}: needs numbers above 0, like {{'stdlib': 60, 'my/': 40}}")
+        if self.workers < 0:
+            raise ValueError(f"workers={self.workers} must be 0 or more")
         if self.size is not None and self.size <= 0 or not 0 < self.val_fraction <= 1:
             raise ValueError("size must be above 0, val_fraction above 0 and at most 1")
         if self.shares and self.source != "stdlib":
@@ -282,7 +284,9 @@ def make(sources, shares, recipe, settings, out):
     for i, file in enumerate(files):
         file.seek(file.truncate(HEADER_BYTES + 4 * sum(count[i][1] for count in counts.values())))
     for name in [name for name in shares if name not in counts]:
-        _, counts[name] = append(name, sources[name], unit * shares[name], files, settings)
+        target = unit * shares[name]
+        target = int(target) if target < np.inf else target  # rounding must not ask for more than there is
+        _, counts[name] = append(name, sources[name], target, files, settings)
         for file in files:
             file.flush()
             os.fsync(file.fileno())

@@ -498,7 +498,8 @@ import data, prepare_data, pathlib
 data.HERE = prepare_data.HERE = pathlib.Path({str(tmp_path)!r})
 print("folder", data.find_dataset("stdlib"))"""
     command = [sys.executable, "-c", code]
-    processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    where = dict(cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **where) for _ in range(2)]
     said, out = [process.communicate()[0] for process in processes], tmp_path / "data/stdlib"
     assert [process.returncode for process in processes] == [0, 0]
     assert all(f"folder {out}" in text for text in said) and sum("left out" in text for text in said) == 1

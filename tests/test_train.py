@@ -247,6 +247,8 @@ for p, a, b in zip(parameters, draw(0), draw(1)):
 assert places == [p.grad.data_ptr() for p in parameters]
 assert parallel.same_on_all_ranks("x", torch.device("cpu"))
 assert not parallel.same_on_all_ranks(str(parallel.rank), torch.device("cpu"))
+parallel.barrier()
+parallel.leave()
 """)
     launched(2, script)
 
@@ -431,6 +433,32 @@ def test_a_full_disk(limit, dataset, tmp_path):
     assert len(events(tmp_path / "a", "train")) == 12 and not list((tmp_path / "a").glob(".*.part"))
 
 
+def test_a_checkpoint_of_another_model_is_refused(dataset, tmp_path):
+    """Also where shapes differ in a way that copying would broadcast, or a field is not known here."""
+    run("--max_steps=2", f"--out_dir={tmp_path}/a", dataset=dataset)
+    saved, meta = (tmp_path / "a/step_00000002" / name for name in ("model.safetensors", "meta.json"))
+    tensors = load_file(saved)
+    save_file(tensors | {"residual.query": tensors["residual.query"][:1].clone()}, saved)
+    flags = [f"--init_from={tmp_path}/a", f"--out_dir={tmp_path}/b"]
+    wrong(["does not fit this model", "residual.query"], *flags, dataset=dataset)
+    older = json.loads(meta.read_text())
+    older["model_config"]["depth_of_field"] = 3
+    meta.write_text(json.dumps(older))
+    wrong(["does not know: ['depth_of_field']"], *flags, dataset=dataset)
+
+
+def test_a_damaged_log_keeps_its_other_lines(dataset, tmp_path):
+    """And where the newest checkpoint of a finished run was removed, the run goes on from the one before."""
+    run(f"--out_dir={tmp_path}/a", dataset=dataset)
+    before, log = numbers(tmp_path / "a"), tmp_path / "a/log.jsonl"
+    lines = log.read_text().splitlines()
+    log.write_text("\n".join([*lines[:3], lines[3][:40], *lines[4:]]) + "\n")
+    shutil.rmtree(tmp_path / "a/step_00000012")
+    run(f"--out_dir={tmp_path}/a", dataset=dataset)
+    steps, losses = numbers(tmp_path / "a")
+    assert steps == before[0][:2] + before[0][3:] and losses == before[1]
+
+
 def test_one_process_at_a_time(dataset, tmp_path):
     (tmp_path / "a").mkdir()
     with open(tmp_path / "a/.lock", "w") as file:
@@ -456,6 +484,7 @@ def test_ranks_that_share_no_folder(dataset, tmp_path):
     script.write_text(f"""import sys
 sys.path.insert(0, {str(ROOT)!r})
 import parallel, train
+train.time.sleep = lambda seconds: None
 for flags in {commands!r}:
     sys.argv = ["train.py", *flags[:-1], flags[-1] + str(parallel.rank)]
     try:
@@ -463,6 +492,7 @@ for flags in {commands!r}:
         raise SystemExit("it trained")
     except train.UserError as error:
         assert "the ranks do not see one" in str(error), error
+parallel.leave()
 """)
     launched(2, script)
     assert not list(tmp_path.glob("new*/step_*"))
@@ -616,7 +646,7 @@ def test_a_folder_that_holds_another_run(dataset, tmp_path):
         shutil.copytree(
             header_changed(dataset, tmp_path / file, file, sha256="0" * 64), other, dirs_exist_ok=True
         )
-        wrong(["another run (trained on"], *here, dataset=other)
+        wrong(["another run (other data"], *here, dataset=other)
     shutil.copytree(dataset, tmp_path / "moved")  # the same data elsewhere are the same run
     run(*here, dataset=tmp_path / "moved")
 
