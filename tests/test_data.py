@@ -394,6 +394,15 @@ def test_mix(tmp_path, share_of, size):
         assert found[0] == amount(make(sources[0], tmp_path / "a", share_of=share_of), sources[0])
 
 
+def test_equal_shares_of_all_there_is(tmp_path):
+    """Rounding amount / share * share asks no source for more than it has."""
+    sources = [jsonl(tmp_path / f"{name}.jsonl", articles(50)) for name in "ab"]
+    for share in (1.1, 3, 49, 0.7, 0.1, 23):
+        out = prepare(Settings(shares=dict.fromkeys(sources, share), out_dir=f"{tmp_path}/{share}"))
+        counts = data.open_bin(out / "train.bin").header["sources"].values()
+        assert len({tokens for _, tokens, _ in counts}) == 1
+
+
 def test_shares_that_cannot_be_met(tmp_path, capsys):
     a, b = (jsonl(tmp_path / f"{name}.jsonl", articles(300)) for name in "ab")
     long = jsonl(tmp_path / "long.jsonl", articles(20, 20_000))
