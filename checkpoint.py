@@ -146,8 +146,6 @@ def save_checkpoint(out_dir, meta, model, ema, optimizer, keep):
     name = f"step_{meta['step']:08d}"
     part = out_dir / f".{name}.part"
     if rank == 0:
-        for stale in out_dir.glob(f".{STEPS}.part"):  # of a process that was killed
-            shutil.rmtree(stale)
         part.mkdir()
     barrier()
     for file, tensors in {"model": dict(model.named_parameters()), "ema": ema}.items():

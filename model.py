@@ -31,7 +31,7 @@ from routing_kernels import route_reference
 #     memory = residual.start(x)        x [B, T, D], the token embedding
 #     h = memory.read()                 what the next sublayer reads [B, T, D]
 #     memory.write(f)                   that sublayer's raw output [B, T, D]
-#     h = memory.output()               what the final norm reads [B, T, D]
+#     h = memory.output()               what the final norm reads [B, T, D], like read() in the dtype of x
 # Parameters of all sites are stacked, [S, D]: one optimizer entry each, with a gradient at every step.
 # ----------------------------------------------------------------------------------------------------------
 class Additive(nn.Module):

@@ -517,6 +517,9 @@ print("folder", data.find_dataset("stdlib"))"""
 def test_find_dataset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(data, "HERE", tmp_path / "elsewhere")  # a dataset beside the scripts would come first
+    (tmp_path / "elsewhere/config").mkdir(parents=True)
+    (tmp_path / "elsewhere/config/data_anneal.py").touch()
     with pytest.raises(UserError, match="prepare_data.py --source=... --out_dir=data/nowhere"):
         data.find_dataset("nowhere")
     with pytest.raises(UserError, match="make it with: python prepare_data.py config/data_anneal.py"):
