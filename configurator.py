@@ -11,6 +11,7 @@ with `_` are the file's own, except `_base = "other.py"`: a file beside it to st
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import difflib
 import errno
@@ -157,10 +158,8 @@ def convert(value, kind, where):
     if value in typing.get_args(core):  # of a Literal
         return value
     if isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError, SyntaxError, TypeError):  # what is no literal stays text
             value = ast.literal_eval({"true": "True", "false": "False"}.get(value, value.strip()))
-        except (ValueError, SyntaxError, TypeError):
-            pass
     if core in (bool, dict) and isinstance(value, core):
         return value
     if core is float and type(value) in (int, float) and value == value:  # nan is never meant

@@ -348,7 +348,7 @@ def test_kill_and_start_again(dataset, tmp_path):
             if log.exists() and log.stat().st_mtime > started:  # it has read its checkpoint and steps
                 time.sleep(draw.uniform(0, 0.4))
                 while kills % 2 and not list((tmp_path / "b").glob(".*.part")) and process.poll() is None:
-                    pass  # until a save has begun
+                    time.sleep(0)  # until a save has begun
                 process.kill()
                 kills += process.wait() == -signal.SIGKILL
             time.sleep(0.02)
