@@ -38,7 +38,7 @@ import torch.nn.functional as F
 
 import routing_kernels as rk
 from checkpoint import cast_matrices
-from model import GPT, GPTConfig, choose_kernel, peak_flops
+from model import GPT, GPTConfig, choose_kernel, compile_model, peak_flops
 from parallel import GraphedMicroStep
 from routing_kernels import FusedDeltaRouter, FusedRouter, tl, triton
 from sample import generate
@@ -399,7 +399,7 @@ def time_step(scale, method, param_dtype):
     model = build(scale, method, T, param_dtype)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    forward = torch.compile(model, fullgraph=True, dynamic=False) if CUDA else model
+    forward = compile_model(model) if CUDA else model
     x, y = (torch.randint(0, model.config.vocab_size, (B, T), device=DEVICE) for _ in range(2))
     autocast = torch.autocast(DEVICE, DTYPE, enabled=CUDA and param_dtype == torch.float32)
 

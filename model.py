@@ -39,6 +39,7 @@ class Additive(nn.Module):
 
     routes = False  # True: it mixes N sources, and start(x, record=[]) records the weights [N, B, T, H], fp32
     never_decay = ()  # names of its parameters that weight decay spares
+    compiled = ()  # names of its methods that are worth a compiled graph of their own, see compile_model
 
     def __init__(self, config):
         super().__init__()
@@ -508,7 +509,6 @@ class GPT(nn.Module):
         self.residual = RESIDUALS[config.residual](config)
         self.residual.kernel = kernel
         self.grad_checkpoint = False  # recompute sublayers in backward instead of keeping activations
-        self.loss_head = loss_head  # an attribute, so that it can be compiled by itself
         self.init_weights(seed)
         self.rope = rope_tables(config, config.block_size, self.embed.weight.device)
 
@@ -563,10 +563,15 @@ class GPT(nn.Module):
         for layer, past in zip(self.layers, cached):
             memory.write(run(layer.attn, memory.read(), rope, past))
             memory.write(run(layer.mlp, memory.read()))
-        x = self.norm(memory.output())
+        x = memory.output()
+        return self.logits(x) if targets is None else self.loss(x, targets, z_loss)
 
+    def logits(self, x):
+        return F.linear(self.norm(x), self.embed.weight if self.head is None else self.head.weight)
+
+    def loss(self, x, targets, z_loss):
         weight = self.embed.weight if self.head is None else self.head.weight
-        return F.linear(x, weight) if targets is None else self.loss_head(x, weight, targets, z_loss)
+        return loss_head(self.norm(x), weight, targets, z_loss)
 
     def parameter_counts(self):
         """{"total", "routing"}: parameters of the model, and those that the residual method adds."""
@@ -581,6 +586,20 @@ class GPT(nn.Module):
         linear = sum(2 * p.numel() for p in matrices)
         attention = c.n_layer * 2 * T * c.n_head * c.head_dim
         return 3 * (linear + attention + self.residual.flops(c))
+
+
+def compile_model(model, in_parts=False):
+    """torch.compile -> the forward function for training: the model as one graph, or, around routing kernels
+    and under FSDP, its parts: one graph each of attention, MLP and loss serves all layers, and what runs
+    between them is not traced. In parts a deep model starts several times sooner."""
+    compiler = partial(torch.compile, fullgraph=True, dynamic=False)
+    if not (in_parts or model.residual.kernel == "triton" or model.residual.compiled):
+        return compiler(model)
+    parts = [(model, "loss"), *((model.residual, name) for name in model.residual.compiled)]
+    parts += [(part, "forward") for layer in model.layers for part in (layer.attn, layer.mlp)]
+    for module, name in parts:
+        setattr(module, name, compiler(getattr(module, name)))
+    return model
 
 
 def call(f, *args):

@@ -33,9 +33,9 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from functools import cache
-from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 try:
@@ -78,13 +78,7 @@ def route_reference(sources, query: Tensor, key_norm: Tensor, n_heads: int, eps:
 # W columns, one warp each, and 16 rows for the tensor cores: (token, source) or (token, site) of two tokens,
 # or (part, site). Products of different tokens are masked. The parts are hi and lo: in 16-bit types u enters
 # the products as its rounded value plus what rounding lost. Sums, logits and softmax are fp32.
-_RUNTIME = [
-    "M",
-    "S",
-    "s",
-    "s0",
-    "s1",
-]  # never specialised: one binary serves all sites, depths and batch sizes
+_RUNTIME = ["M", "S", "s", "s0", "s1", "end"]  # never specialised: one binary serves all sites and sizes
 
 
 @jit
@@ -198,30 +192,15 @@ def _on(x: Tensor):
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def _op(name: str, fake, mutates: tuple = ()):
-    """Makes a function the operator depth_routing::`name`; `fake` tells the compiler the shapes of its
-    results. torch.library.custom_op would cost 30 us more per call."""
-
-    def register(function):
-        schema = torch.library.infer_schema(function, mutates_args=mutates)
-        torch.library.define(f"depth_routing::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(f"depth_routing::{name}", "default", function)
-        torch.library.register_fake(f"depth_routing::{name}", fake)
-        return getattr(torch.ops.depth_routing, name).default
-
-    return register
+# The compiler is kept out: compiled casts do not round, and lo would be 0; and kernels that write into memory
+# of the chain would be reordered. Sublayers are compiled, and the routing runs between them.
+_eager = torch.compiler.disable(reason="compile the sublayers, not the model: routing runs between them")
 
 
-def _opaque(function):
-    """function.apply, not traced by the compiler, which would give a backward zeros instead of None."""
-    return torch.compiler.allow_in_graph(lambda *args: function.apply(*args))
-
-
-@_op("split", lambda u, dtype: u.new_empty(2, *u.shape, dtype=dtype))
-def split_op(u: Tensor, dtype: torch.dtype) -> Tensor:
-    """[2, ...]: u as hi + lo in dtype. An operator, since compiled casts do not round, and lo would be 0."""
+def _split(u: Tensor, dtype) -> tuple[Tensor, Tensor]:
+    """u as hi + lo in dtype."""
     hi = u.to(dtype)
-    return torch.stack((hi, (u - hi.float()).to(dtype)))
+    return hi, (u - hi.float()).to(dtype)
 
 
 # -------------------- Full routing: kernels
@@ -433,18 +412,18 @@ def backward_inter(
     PART,
     PART_C,
     DS,
-    END,
     M,
     S,
     s0,
     s1,
+    end,
     H: constexpr,
     K: constexpr,
     CH: constexpr,
     W: constexpr,
     G: constexpr,
 ):
-    """Sources s0..s1-1 pull from sites s1..END-1. Program: one head of two tokens, one later group at a time.
+    """Sources s0..s1-1 pull from sites s1..end-1. Program: one head of two tokens, one later group at a time.
     LATER: the DH [M, G, D] of every later group (a short last one has fewer rows), padded to a power of two.
     -> PART [M, G, D]; PART_C [M, H, G]; DS [S / G, M, H, G, G], ds_ji rstd_i."""
     D: constexpr = H * K
@@ -452,7 +431,6 @@ def backward_inter(
     pairs = tl.cdiv(M, 2)
     h = tl.program_id(0) // pairs
     at = (tl.program_id(0) % pairs).to(tl.int64) * 2
-    end = tl.load(END).to(tl.int32)
     a, g, t = tl.arange(0, 2 * G), tl.arange(0, G)[None, :], tl.arange(0, 2)[:, None]
     # Of an odd number of tokens the last is done twice, with the same result.
     m, token = tl.minimum(at + a // G, M - 1), tl.minimum(at + t, M - 1)
@@ -511,13 +489,12 @@ def backward_intra(
     PART_C,
     OWN,
     DV,
-    END,
-    END_OUT,
     M,
     S,
     s,
     s0,
     s1,
+    end,
     H: constexpr,
     HP: constexpr,
     K: constexpr,
@@ -525,7 +502,7 @@ def backward_intra(
     G: constexpr,
     MERGE: constexpr,
 ):
-    """The gradient of source s from sites s..min(s1, END)-1, plus, with MERGE, backward_inter's PART; PART
+    """The gradient of source s from sites s..min(s1, end)-1, plus, with MERGE, backward_inter's PART; PART
     may be DH, where dh_s (DOUT) then takes its place. Program: one token. -> DV [M, D]; the group's DH [M, s1
     - s0, D] and DELTA [M, G, H] at s; OWN [M, G, H, G], ds_ji rstd_i for i before j."""
     # Statistics lie in the order in which they are read. This kernel takes all heads of one site: LSE and
@@ -534,7 +511,6 @@ def backward_intra(
     # sector of 32. OWN is small and fp32, and du takes it as hi + lo.
     m = tl.program_id(0).to(tl.int64)
     D: constexpr = H * K
-    end = tl.load(END).to(tl.int32)  # one past the last site that has a gradient; 0 at the first site to run
     h, k = tl.arange(0, HP), tl.arange(0, W)[None, :]
     h_ok = h < H
     live = h_ok[:, None]
@@ -545,8 +521,8 @@ def backward_intra(
     LSE_T += ((s0 // G * M + m) * H + h) * G - s0
     DELTA_T += ((s0 // G * M + m) * H + h) * G - s0
     OWN += ((m * G + s - s0) * H + h) * G - s0
-    # All loads are issued before anything waits for them; rows past END hold garbage that is never used. All
-    # tiles have one layout: where PART is DH, a number is overwritten by the thread that has read it.
+    # All loads are issued before anything waits for them; rows past `end` hold garbage that is never used.
+    # All tiles have one layout: where PART is DH, a number is overwritten by the thread that has read it.
     dh = _row(DOUT + m * D, col, k, K, live, "")
     v = _row(V + (m * S + s) * D, col, k, K, live, ".cg")
     mix = _row(HOUT + m * D, col, k, K, live, ".cg")
@@ -559,13 +535,9 @@ def backward_intra(
     delta_next = tl.load(DELTA + (s + 1) * H, mask=h_ok & (s + 1 < s1), other=0.0)
     c = tl.zeros([HP], tl.float32)
     if MERGE:
-        merge = end > s1  # otherwise backward_inter has not run
-        c = tl.load(PART_C + (m * H + h) * G + s - s0, mask=h_ok & merge, other=0.0)
-        part = _row(PART + (m * G + s - s0) * D, col, k, K, live & merge, ".cg")
-    end = tl.where(end == 0, s + 1, end)
+        c = tl.load(PART_C + (m * H + h) * G + s - s0, mask=h_ok, other=0.0)
+        part = _row(PART + (m * G + s - s0) * D, col, k, K, live, ".cg")
     last = tl.minimum(s1, end)
-    if m == 0:
-        tl.store(END_OUT, end.to(tl.float32))
     delta = _heads_dot(dh, mix)
     p, ds, logit = _pull(dh, v, u, r, lse, delta, h_ok)
     c += ds * logit
@@ -606,11 +578,11 @@ def backward_query(
     DS,
     OWN,
     DU,
-    END,
     M,
     S,
     s0,
     s1,
+    end,
     TB,
     H: constexpr,
     K: constexpr,
@@ -635,7 +607,6 @@ def backward_query(
     own = s0 + b % G
     m = tl.program_id(2).to(tl.int64) * TB
     m_end = tl.minimum(m + TB, M)
-    end = tl.load(END).to(tl.int32)
     last = tl.minimum(s1, end)  # sources from here on may not exist
     j_ok = j < end
     if first | (s1 + tl.program_id(0) * BJ < end):
@@ -678,7 +649,7 @@ def backward_query(
             tl.store(du, acc[q] + old, mask=j_ok[:, None] & live)
 
 
-# -------------------- Full routing: operators
+# -------------------- Full routing: launches and autograd
 #
 # Launch configurations follow from the shape alone: nothing is tuned at run time.
 @cache
@@ -707,206 +678,123 @@ def _query_block(M: int) -> int:
     return max(64, -(-M // 32))
 
 
-class Chain(NamedTuple):
-    """What the sites of a forward pass share; all but the last two is kept for the backward."""
+class _Chain:
+    """What the sites of one forward pass share and, while a backward pass runs, what its sites hand on. The
+    kernels describe the tensors."""
 
-    u: Tensor  # [S, D], query * key_norm in fp32
-    u_hi: Tensor  # [S, D], u as hi + lo in the sources' dtype
-    u_lo: Tensor
-    v: Tensor  # [M, S, D], the sources
-    rstd: Tensor  # [S / G, M, G], theirs
-    lse: Tensor  # [S / G, M, G, H], the log-sum-exp of every site
-    part: Tensor  # [M, G, D], what forward_inter found for the sites of a group
-    part_stat: Tensor  # [2, M, H, G]
-
-    @staticmethod
-    def new(x: Tensor, u: Tensor, H: int) -> Chain:
-        """For sources like x [M, D]."""
+    def __init__(self, x: Tensor, u: Tensor, H: int, eps: float):
+        """For sources like x [M, D], and u = query * key_norm [S, D] in fp32."""
         (M, D), S, groups = x.shape, len(u), -(-len(u) // G)
-        new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=x.device)
-        part = new(M, G, D, dtype=torch.float16 if x.dtype == torch.bfloat16 else x.dtype)
-        v, rstd, lse = new(M, S, D, dtype=x.dtype), new(groups, M, G), new(groups, M, G, H)
-        return Chain(u, *split_op(u.detach(), x.dtype).unbind(0), v, rstd, lse, part, new(2, M, H, G))
+        self.u, self.H, self.eps, self.device = u, H, eps, x.device
+        self.u_parts = _split(u, x.dtype)
+        self.v = self.new(M, S, D, dtype=x.dtype)  # the sources
+        self.rstd = self.new(groups, M, G)  # theirs
+        self.lse = self.new(groups, M, G, H)  # the log-sum-exp of every site
+        # what forward_inter found for the sites of a group
+        self.part = self.new(M, G, D, dtype=torch.float16 if x.dtype == torch.bfloat16 else x.dtype)
+        self.part_stat = self.new(2, M, H, G)
 
+    def new(self, *shape, dtype=torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
-class Links(NamedTuple):
-    """What the backward of a site hands to that of the site before it; the kernels describe the fields."""
+    def read(self, x: Tensor, s: int) -> Tensor:
+        """Stores source s, x [M, D], and returns the mix [M, D] at site s."""
+        (M, S, D), H = self.v.shape, self.H
+        s0, out = s // G * G, torch.empty_like(x)
+        with _on(x):
+            if s == s0 and s > 0:
+                config = _inter_config(D, H, x.dtype) | dict(BN=16, num_stages=3)
+                tokens = max(1, min(8, M * H * config["CH"] // 2048))  # per program, which loads its u once
+                args = self.v, self.rstd, *self.u_parts, self.part, self.part_stat
+                forward_inter[(H * -(-M // tokens),)](*args, M, S, s0, tokens, **config)
+            config = _intra_config(D, H, backward=False) | dict(MERGE=s0 > 0)
+            args = x, self.v, self.rstd, self.u, self.part, self.part_stat, out, self.lse
+            forward_intra[(M,)](*args, M, S, s, s0, self.eps, **config)
+        if s == S - 1:  # not kept while the loss is computed
+            self.part = self.part_stat = None
+        return out
 
-    end: Tensor
-    delta: Tensor
-    lse_t: Tensor
-    delta_t: Tensor
-    ds: Tensor
-    own: Tensor
-    du: Tensor
-    part: Tensor
-    part_c: Tensor
-    dh: tuple  # of the group of the site that gets them, and of every later group
+    def start_backward(self, end: int):
+        """Sites end-1..0 will call `pull`, in this order."""
+        (M, S, D), H, groups = self.v.shape, self.H, len(self.lse)
+        self.end = end
+        self.dh = []  # [M, sites, D] of this and of every later group; grows while the activations are freed
+        self.delta, self.own = self.new(M, G, H), self.new(M, G, H, G)
+        self.lse_t, self.delta_t = self.new(groups, M, H, G), self.new(groups, M, H, G)
+        self.ds = self.new(groups, M, H, G, G, dtype=self.v.dtype)
+        self.du = self.new(-(-M // _query_block(M)), S, D)
 
-    @staticmethod
-    def of(tensors) -> Links:
-        return Links(*tensors[:9], dh=tuple(tensors[9:]))
-
-    @staticmethod
-    def shapes(M: int, D: int, S: int, H: int, dtype) -> Links:
-        """(shape, dtype, the site that allocates it) of every field."""
-        groups, f, last = -(-S // G), torch.float32, S - 1
-        inner = (groups - 1) * G - 1  # the last group has no later ones to pull from
-        # Without a part of its own backward_inter writes to dh: free with rows of 2,048 and 2,560 bytes, and
-        # with 1,024 bytes 1.3 ms of 3.4 (H200, 16,384 tokens).
-        part = (M, G, D) if D * dtype.itemsize <= 1024 else (0,)
-        return Links(
-            end=((1,), f, last),
-            delta=((M, G, H), f, last),
-            lse_t=((groups, M, H, G), f, last),
-            delta_t=((groups, M, H, G), f, last),
-            ds=((groups, M, H, G, G), dtype, last),
-            own=((M, G, H, G), f, last),
-            du=((-(-M // _query_block(M)), S, D), f, last),
-            part=(part, dtype, inner),
-            part_c=((M, H, G), f, inner),
-            dh=tuple(((M, min(G, S - s0), D), dtype, min(s0 + G, S) - 1) for s0 in range(0, S, G)),
-        )
-
-
-@_op("read", lambda x, *rest: torch.empty_like(x), mutates=("v", "rstd", "lse", "part", "part_stat"))
-def read_op(
-    x: Tensor,
-    s: int,
-    H: int,
-    eps: float,
-    u: Tensor,
-    u_hi: Tensor,
-    u_lo: Tensor,
-    v: Tensor,
-    rstd: Tensor,
-    lse: Tensor,
-    part: Tensor,
-    part_stat: Tensor,
-) -> Tensor:
-    """Stores source s, x [M, D], and returns the mix [M, D] at site s. From u on: a Chain."""
-    (M, D), S, s0 = x.shape, v.shape[1], s // G * G
-    out = torch.empty_like(x)
-    with _on(x):
-        if s == s0 and s > 0:
-            config = _inter_config(D, H, x.dtype) | dict(BN=16, num_stages=3)
-            tokens = max(1, min(8, M * H * config["CH"] // 2048))  # per program, which loads its u once
-            grid = (H * -(-M // tokens),)
-            forward_inter[grid](v, rstd, u_hi, u_lo, part, part_stat, M, S, s0, tokens, **config)
-        config = _intra_config(D, H, backward=False) | dict(MERGE=s0 > 0)
-        forward_intra[(M,)](x, v, rstd, u, part, part_stat, out, lse, M, S, s, s0, eps, **config)
-    return out
-
-
-@_op("scratch", lambda after, size, dtype, which: after.new_empty(size, dtype=dtype))
-def scratch_op(after: Tensor, size: list[int], dtype: torch.dtype, which: int) -> Tensor:
-    """Uninitialised memory, allocated no earlier than `after`. Of torch.empty, torch.compile would allocate
-    all when the backward starts, and merge two of one size, which `which` prevents."""
-    return torch.empty(size, dtype=dtype, device=after.device)
-
-
-def _read_backward_fake(dout, h, s, H, u, u_hi, u_lo, v, rstd, lse, end, *rest):
-    return torch.empty_like(dout), torch.empty_like(end), u.new_empty(u.shape if s == 0 else 0)
-
-
-@_op(
-    "read_backward",
-    _read_backward_fake,
-    mutates=("delta", "lse_t", "delta_t", "ds", "own", "du", "part", "part_c", "dh"),
-)
-def read_backward_op(
-    dout: Tensor,
-    h: Tensor,
-    s: int,
-    H: int,
-    u: Tensor,
-    u_hi: Tensor,
-    u_lo: Tensor,
-    v: Tensor,
-    rstd: Tensor,
-    lse: Tensor,
-    end: Tensor,
-    delta: Tensor,
-    lse_t: Tensor,
-    delta_t: Tensor,
-    ds: Tensor,
-    own: Tensor,
-    du: Tensor,
-    part: Tensor,
-    part_c: Tensor,
-    dh: Tensor,
-    later: list[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dout, h [M, D]: gradient and result of site s. From u on: a Chain; from end on: Links, dh of the site's
-    group and of later ones. -> the gradient of source s, the new end, and, at s = 0, the gradient of u."""
-    (M, D), S = dout.shape, v.shape[1]
-    s0, s1 = s // G * G, min(s // G * G + G, S)
-    dv, end_out = torch.empty_like(dout), torch.empty_like(end)
-    part, fp32, inter = part if part.numel() else dh, v.dtype == torch.float32, _inter_config(D, H, v.dtype)
-    with _on(dout):
-        if s == s1 - 1 and later:
-            later = later + later[-1:] * ((1 << (len(later) - 1).bit_length()) - len(later))
-            args = v, rstd, u_hi, u_lo, tuple(later), lse_t, delta_t, part, part_c, ds, end
-            backward_inter[(H * -(-M // 2),)](*args, M, S, s0, s1, **inter, num_stages=2)
-        args = v, rstd, u, dout, h, dh, lse, delta, lse_t, delta_t, part, part_c, own, dv, end, end_out
-        config = _intra_config(D, H, backward=True) | dict(MERGE=s1 < S)
-        backward_intra[(M,)](*args, M, S, s, s0, s1, **config)
-        if s == s0:
-            BJ = 64 if S - s1 > 32 else 32
-            grid = max(1, -(-(S - s1) // BJ)), H * inter["CH"], len(du)
-            config = inter | dict(BJ=BJ, BM=4 if fp32 else 8, num_warps=4, num_stages=2 if fp32 else 3)
-            backward_query[grid](v, ds, own, du, end_out, M, S, s0, s1, _query_block(M), **config)
-    if s > 0:
-        return dv, end_out, du.new_empty(0)
-    sites = torch.arange(S, device=du.device)[:, None]
-    return dv, end_out, torch.where(sites < end_out, du.sum(0), 0.0)  # sites that never ran have no gradient
-
-
-# -------------------- Full routing: autograd
-@_opaque
-class _Read(torch.autograd.Function):
-    """One site. The chain is kept as plain tensors on ctx, not as saved tensors: later sites write other rows
-    of them, which a backward needs. If the compiler cut the chain into several graphs, each graph would keep
-    only the rows of its own sites; `v.sites` detects that.
-
-    `links` are empty tensors that go from site to site, so that a site's backward runs before those of all
-    earlier sites, even if a sublayer in between passes no gradient or a result was not used. Their gradients
-    are the Links, allocated when first needed, so that they grow while the activations are freed."""
-
-    @staticmethod
-    def forward(ctx, source, s, H, eps, *tensors):
-        ctx.set_materialize_grads(False)
-        chain, links = Chain(*tensors[:8]), tensors[8:]
-        chain = chain._replace(u=chain.u.detach())
-        if s > 0 and getattr(chain.v, "sites", 0) != s:
-            raise RuntimeError(
-                "a routing chain was cut into several compiled graphs: compile the whole model as one "
-                "(fullgraph=True), or only its sublayers"
+    def pull(self, dout: Tensor, h: Tensor, s: int) -> Tensor:
+        """dout, h [M, D]: gradient and result of site s -> the gradient [M, D] of source s."""
+        (M, S, D), H, dtype, end = self.v.shape, self.H, self.v.dtype, self.end
+        s0, s1, inter = s // G * G, min(s // G * G + G, S), _inter_config(D, H, dtype)
+        dv, fp32 = torch.empty_like(dout), dtype == torch.float32
+        with _on(dout):
+            if s == min(s1, end) - 1:  # the first site of its group
+                later, self.dh = self.dh, [self.new(M, s1 - s0, D, dtype=dtype), *self.dh]
+                # Without a part of its own backward_inter writes to dh: free with rows of 2,048 and 2,560
+                # bytes, and with 1,024 bytes 1.3 ms of 3.4 (H200, 16,384 tokens).
+                apart = D * dtype.itemsize <= 1024 and end > s1
+                self.part = self.new(M, G, D, dtype=dtype) if apart else self.dh[0]
+                self.part_c = self.new(M, H, G)
+                if end > s1:
+                    later += later[-1:] * ((1 << (len(later) - 1).bit_length()) - len(later))
+                    args = self.v, self.rstd, *self.u_parts, tuple(later), self.lse_t, self.delta_t, self.part
+                    args = *args, self.part_c, self.ds, M, S, s0, s1, end
+                    backward_inter[(H * -(-M // 2),)](*args, **inter, num_stages=2)
+            args = (
+                self.v,
+                self.rstd,
+                self.u,
+                dout,
+                h,
+                self.dh[0],
+                self.lse,
+                self.delta,
+                self.lse_t,
+                self.delta_t,
             )
-        x = source.detach().reshape(-1, source.shape[-1]).contiguous()
-        h = read_op(x, s, H, eps, *chain)
-        chain.v.sites = s + 1
-        ctx.save_for_backward(h)
-        ctx.chain, ctx.s, ctx.H, ctx.shape = chain[:6], s, H, source.shape
-        return h.view(source.shape), *[link.new_empty(1).expand(link.shape) for link in links]
+            args = *args, self.part, self.part_c, self.own, dv, M, S, s, s0, s1, end
+            config = _intra_config(D, H, backward=True) | dict(MERGE=end > s1)
+            backward_intra[(M,)](*args, **config)
+            if s == s0:
+                BJ = 64 if S - s1 > 32 else 32
+                grid = max(1, -(-(S - s1) // BJ)), H * inter["CH"], len(self.du)
+                config = inter | dict(BJ=BJ, BM=4 if fp32 else 8, num_warps=4, num_stages=2 if fp32 else 3)
+                args = self.v, self.ds, self.own, self.du, M, S, s0, s1, end, _query_block(M)
+                backward_query[grid](*args, **config)
+        return dv
+
+    def end_backward(self) -> Tensor:
+        """-> the gradient [S, D] of u, zeros at sites that never ran."""
+        du = F.pad(self.du[:, : self.end].sum(0), (0, 0, 0, len(self.u) - self.end))
+        self.dh = self.delta = self.own = self.lse_t = self.delta_t = self.ds = self.du = None
+        self.part = self.part_c = None
+        return du
+
+
+class _Read(torch.autograd.Function):
+    """One site. `link` leads from site to site, so that the backward of a site runs after those of all later
+    ones, and runs even where a sublayer in between passes no gradient or a result was not used."""
 
     @staticmethod
-    def backward(ctx, dout, end, *links):
-        (h,), s, H = ctx.saved_tensors, ctx.s, ctx.H
-        (M, D), S = h.shape, len(ctx.chain[0])
+    def forward(ctx, source, u, link, chain, s):
+        ctx.set_materialize_grads(False)
+        h = chain.read(source.detach().reshape(-1, source.shape[-1]).contiguous(), s)
+        ctx.save_for_backward(h)
+        ctx.chain, ctx.s, ctx.shape = chain, s, source.shape
+        return h.view(source.shape), h.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, dout, link):
+        (h,), chain, s = ctx.saved_tensors, ctx.chain, ctx.s
+        if link is None:  # the first site of this backward pass, which need not be the last of the chain
+            chain.start_backward(end=s + 1)
         dout = torch.zeros_like(h) if dout is None else dout.reshape(h.shape).contiguous()
-        if end is None:  # the first site of this backward pass, which need not be the last of the chain
-            end = torch.zeros(1, device=h.device)
-        links, shapes = list(links), Links.shapes(M, D, S, H, h.dtype)
-        for i, (shape, dtype, allocated_at) in enumerate([*shapes[1:-1], shapes.dh[s // G]]):
-            if links[i] is None and s <= allocated_at:
-                links[i] = scratch_op(dout, shape, dtype, i)
-        now = Links.of([end, *links])
-        if s >= (S - 1) // G * G:  # the last group has no later ones to pull from
-            now = now._replace(part=h.new_empty(0), part_c=end.new_empty(0))
-        later = [dh for dh in now.dh[1:] if dh is not None]
-        dv, end, du = read_backward_op(dout, h, s, H, *ctx.chain, *now[:-1], now.dh[0], later)
-        return dv.view(ctx.shape), *[None] * 3, du if s == 0 else None, *[None] * 7, end, *links
+        dv = chain.pull(dout, h, s).view(ctx.shape)
+        if s > 0:
+            return dv, None, h.new_empty(0), None, None
+        return dv, chain.end_backward(), None, None, None
 
 
 class FusedRouter:
@@ -920,26 +808,22 @@ class FusedRouter:
     may be repeated (retain_graph). The sources share one shape, dtype (bf16, fp16, fp32) and device.
     ValueError where the kernels cannot run (see `kernel_support`)."""
 
+    @_eager
     def __init__(self, x: Tensor, query: Tensor, key_norm: Tensor, n_heads: int, eps: float = 1e-6):
         S, D = query.shape
         _check(x, D, n_heads, S)
         if x.shape[-1] != D or key_norm.shape != query.shape:
             shapes = ", ".join(str(tuple(t.shape)) for t in (x, query, key_norm))
             raise ValueError(f"x, query and key_norm of {shapes} do not fit together")
-        self.S, self.H, self.eps, self.x = S, n_heads, eps, x
-        flat = x.detach().reshape(-1, D)
-        u = query.float() * key_norm.float()  # [S, D]; its autograd gives the gradients of query and key_norm
-        self.chain = Chain.new(flat, u, n_heads)
-        shapes = Links.shapes(*flat.shape, S, n_heads, x.dtype)
-        link = lambda shape, dtype, _: torch.empty(1, dtype=dtype, device=x.device).expand(shape)
-        self.links = Links.of([link(*of) for of in (*shapes[:-1], *shapes.dh)])
-        self.source, self.site, self.mix = x, 0, None
+        self.x, self.S = x, S
+        self.u = query.float() * key_norm.float()  # [S, D]; its autograd gives their gradients
+        self.chain = _Chain(x.detach().reshape(-1, D), self.u.detach(), n_heads, eps)
+        self.source, self.site, self.mix, self.link = x, 0, None, None
 
+    @_eager
     def read(self) -> Tensor:
         if self.mix is None:
-            links = *self.links[:-1], *self.links.dh
-            self.mix, *links = _Read(self.source, self.site, self.H, self.eps, *self.chain, *links)
-            self.links = Links.of(links)
+            self.mix, self.link = _Read.apply(self.source, self.u, self.link, self.chain, self.site)
         return self.mix
 
     def output(self) -> Tensor:
@@ -954,8 +838,6 @@ class FusedRouter:
             raise ValueError(f"a source of {source} cannot join sources of {sources}")
         self.read()  # a site that nobody read still stores its source
         self.source, self.site, self.mix = f, self.site + 1, None
-        if self.site % G == 0:  # no later site needs the dh of the group that ends here
-            self.links = Links(*self.links[:-1], dh=self.links.dh[1:])
 
 
 # -------------------- Delta routing: kernels
@@ -1115,7 +997,7 @@ def delta_backward(
     tl.store(DGATE + (block * J + j) * H + h, dgate, mask=j < J)
 
 
-# -------------------- Delta routing: operators and autograd
+# -------------------- Delta routing: launches and autograd
 @cache
 def _delta_config(D: int, H: int, N: int, J: int, dtype) -> dict:
     K, fp32 = D // H, dtype == torch.float32
@@ -1129,70 +1011,43 @@ def _aligned(tensors) -> tuple:
     return tuple(x if x.data_ptr() % 16 == 0 else x.clone() for x in tensors)
 
 
-@_op("delta", lambda sources, rstd, u, *rest: sources[0].new_empty(len(u), *sources[0].shape))
-def delta_op(
-    sources: list[Tensor], rstd: Tensor, u: Tensor, null: Tensor, null_logit: Tensor, gate: Tensor, H: int
-) -> Tensor:
-    """N sources [M, D]; rstd [N, M]; u, null [J, D]; null_logit [J, H]; gate [J] -> gate * mix [J, M, D]."""
-    (M, D), J, dtype, tokens = sources[0].shape, len(u), sources[0].dtype, 16
-    out = torch.empty(J, M, D, dtype=dtype, device=u.device)
-    with _on(u):
-        inputs = _aligned(sources), rstd, split_op(u, dtype), split_op(null, dtype), null_logit, gate
-        config = _delta_config(D, H, len(sources), J, dtype)
-        delta_forward[(H * -(-M // tokens),)](*inputs, out, M, tokens, **config)
-    return out
-
-
-def _delta_backward_fake(dout, sources, rstd, u, null, null_logit, gate, H):
-    return [torch.empty_like(x) for x in (rstd, u, null, null_logit, gate, *sources)]
-
-
-@_op("delta_backward", _delta_backward_fake)
-def delta_backward_op(
-    dout: list[Tensor],
-    sources: list[Tensor],
-    rstd: Tensor,
-    u: Tensor,
-    null: Tensor,
-    null_logit: Tensor,
-    gate: Tensor,
-    H: int,
-) -> list[Tensor]:
-    """dout: J [M, D]. -> the gradients of rstd, u, null, null_logit, gate and every source."""
-    (M, D), N, J, dtype = sources[0].shape, len(sources), len(u), sources[0].dtype
-    tokens = max(16, -(-M // 256) * 2)  # even: two at a time
-    blocks = -(-M // tokens)
-    dv = [torch.empty_like(v) for v in sources]
-    dr, dparam = u.new_empty(N, M, H), u.new_empty(blocks, 2, J, D)
-    dlogit, dgate = u.new_empty(blocks, J, H), u.new_empty(blocks, J, H)
-    with _on(u):
-        parts = split_op(u, dtype), split_op(null, dtype)
-        inputs = _aligned(sources), _aligned(dout), rstd, *parts, null_logit, gate
-        out = tuple(dv), dr, dparam, dlogit, dgate
-        delta_backward[(H * blocks,)](*inputs, *out, M, tokens, **_delta_config(D, H, N, J, dtype))
-    du, dnull = dparam.sum(0)
-    return [dr.sum(-1), du.clone(), dnull.clone(), dlogit.sum(0), dgate.sum((0, 2)), *dv]
-
-
-@_opaque
 class _Delta(torch.autograd.Function):
-    """delta_op, for sources [..., D]."""
+    """N sources [..., D]; rstd [N, M]; u, null [J, D]; null_logit [J, H]; gate [J] -> J times gate * mix
+    [..., D]."""
 
     @staticmethod
     def forward(ctx, H, rstd, u, null, null_logit, gate, *sources):
         ctx.set_materialize_grads(False)
         ctx.H, ctx.shape = H, sources[0].shape
-        flat = [x.reshape(-1, x.shape[-1]).contiguous() for x in sources]
-        ctx.save_for_backward(rstd, u, null, null_logit, gate, *flat)
-        return delta_op(flat, rstd, u, null, null_logit, gate, H).view(-1, *ctx.shape).unbind(0)
+        sources = [x.reshape(-1, x.shape[-1]).contiguous() for x in sources]
+        ctx.save_for_backward(rstd, u, null, null_logit, gate, *sources)
+        (M, D), J, dtype, tokens = sources[0].shape, len(u), sources[0].dtype, 16
+        out = torch.empty(J, M, D, dtype=dtype, device=u.device)
+        with _on(u):
+            parts = (torch.stack(_split(x, dtype)) for x in (u, null))
+            config = _delta_config(D, H, len(sources), J, dtype)
+            args = _aligned(sources), rstd, *parts, null_logit, gate, out, M, tokens
+            delta_forward[(H * -(-M // tokens),)](*args, **config)
+        return out.view(J, *ctx.shape).unbind(0)
 
     @staticmethod
     def backward(ctx, *dout):
         rstd, u, null, null_logit, gate, *sources = ctx.saved_tensors
+        (M, D), N, J, H, dtype = sources[0].shape, len(sources), len(u), ctx.H, sources[0].dtype
         like = sources[0]
-        dout = [torch.zeros_like(like) if x is None else x.reshape(like.shape).contiguous() for x in dout]
-        grads = delta_backward_op(dout, sources, rstd, u, null, null_logit, gate, ctx.H)
-        return None, *grads[:5], *[x.view(ctx.shape) for x in grads[5:]]
+        dout = [torch.zeros_like(like) if x is None else x.reshape(M, D).contiguous() for x in dout]
+        tokens = max(16, -(-M // 256) * 2)  # even: two at a time
+        blocks = -(-M // tokens)
+        dv = [torch.empty_like(v) for v in sources]
+        dr, dparam = u.new_empty(N, M, H), u.new_empty(blocks, 2, J, D)
+        dlogit, dgate = u.new_empty(blocks, J, H), u.new_empty(blocks, J, H)
+        with _on(u):
+            parts = (torch.stack(_split(x, dtype)) for x in (u, null))
+            args = _aligned(sources), _aligned(dout), rstd, *parts, null_logit, gate
+            args = *args, tuple(dv), dr, dparam, dlogit, dgate, M, tokens
+            delta_backward[(H * blocks,)](*args, **_delta_config(D, H, N, J, dtype))
+        parameters = dr.sum(-1), *dparam.sum(0), dlogit.sum(0), dgate.sum((0, 2))
+        return None, *parameters, *[x.view(ctx.shape) for x in dv]
 
 
 class FusedDeltaRouter:
@@ -1207,6 +1062,7 @@ class FusedDeltaRouter:
     A block is `block_sites` sites; its delta is the stream at its end minus the stream at its start.
     ValueError where the kernels cannot run (see `kernel_support`)."""
 
+    @_eager
     def __init__(self, x, query, key_norm, null, gate, n_heads: int, block_sites: int, eps: float = 1e-6):
         S, D = query.shape
         _check(x, D, n_heads, S, -(-S // block_sites))
@@ -1222,12 +1078,13 @@ class FusedDeltaRouter:
         norm = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)  # keeps no fp32 copy of x
         return (norm.square() / x.size(-1) + self.eps).rsqrt().flatten()
 
+    @_eager
     def read(self) -> Tensor:
         if not self.mixes:  # of all sites from here on that read the same sources, up to G of them
             block_end = (self.site // self.block_sites + 1) * self.block_sites
             sites = slice(self.site, min(self.site + G, block_end, self.S))
             parameters = self.u[sites], self.null[sites], self.null_logit[sites], self.gate[sites]
-            self.mixes = _Delta(self.H, torch.stack(self.rstd), *parameters, *self.sources)
+            self.mixes = _Delta.apply(self.H, torch.stack(self.rstd), *parameters, *self.sources)
         return self.x + self.mixes[self.site % self.block_sites % G]
 
     def write(self, f: Tensor) -> None:
@@ -1268,7 +1125,7 @@ def _limits(device, dtype, D: int, H: int, S: int, blocks: int) -> str | None:
 
 
 def _check(x: Tensor, D: int, H: int, S: int, blocks: int = 0) -> None:
-    if not torch.compiler.is_compiling() and (reason := _limits(x.device, x.dtype, D, H, S, blocks)):
+    if reason := _limits(x.device, x.dtype, D, H, S, blocks):
         raise ValueError(f"the routing kernels cannot run here: {reason}")
 
 
@@ -1281,8 +1138,8 @@ def _trial(device, dtype, D: int, H: int, S: int, blocks: int) -> str | None:
         if blocks:
             rstd, null_logit = torch.zeros(blocks, 2, device=device), torch.zeros(S, H, device=device)
             parameters = rstd, u, u, null_logit, torch.zeros(S, device=device)
-            delta_op([x] * blocks, *parameters, H)
-            delta_backward_op([x] * S, [x] * blocks, *parameters, H)
+            mixes = _Delta.apply(H, *parameters, *[x.clone().requires_grad_() for _ in range(blocks)])
+            sum(mixes).sum().backward()
         else:
             router = FusedRouter(x.requires_grad_(), u, u, H)
             for _ in range(S - 1):

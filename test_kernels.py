@@ -74,8 +74,12 @@ def inputs(S, M, D, H, dtype, seed=0):
     return [leaf(M, D), query, key_norm, *(leaf(D, D, scale=D**-0.5) for _ in range(S - 1))]
 
 
-def chain(make, tensors, H, sites=None, quirk=(None, None)):
-    """A stack of tanh sublayers over a router -> everything that reached a loss. `quirk` (name, site) changes
+def tanh_layer(h, w):
+    return torch.tanh(h @ w)
+
+
+def chain(make, tensors, H, sites=None, quirk=(None, None), f=tanh_layer):
+    """A stack of sublayers f over a router -> everything that reached a loss. `quirk` (name, site) changes
     one site."""
     x, query, key_norm, *weights = tensors
     router, outs, sites = make(x, query, key_norm, H), [], sites or len(query)
@@ -85,8 +89,8 @@ def chain(make, tensors, H, sites=None, quirk=(None, None)):
             h = h + router.read()
         outs.append(h)
         if s + 1 < sites:
-            f = torch.tanh((h.detach() if quirk == ("detached input", s) else h) @ weights[s])
-            router.write(f.detach() if quirk == ("detached source", s) else f)
+            x = f(h.detach() if quirk == ("detached input", s) else h, weights[s])
+            router.write(x.detach() if quirk == ("detached source", s) else x)
     return [outs[len(outs) // 2], outs[-1]] if quirk[0] == "two losses" else [outs[-1]]
 
 
@@ -184,9 +188,13 @@ def test_extremes_fp32(scales):
 def test_partial_results_in_float16(monkeypatch):
     """As for bf16 sources, here with fp32 ones: a channel far larger than the rest of its head costs the rest
     nothing."""
-    new = rk.Chain.new
-    half = lambda *args: (c := new(*args))._replace(part=c.part.half())
-    monkeypatch.setattr(rk.Chain, "new", staticmethod(half))
+    init = rk._Chain.__init__
+
+    def with_half(self, *args):
+        init(self, *args)
+        self.part = self.part.half()
+
+    monkeypatch.setattr(rk._Chain, "__init__", with_half)
     leaf = leaf_maker(torch.float32)
     sources, query = leaf(10, 2, 80).detach(), leaf(10, 80).detach()
     sources[:, :, 3] *= 1e6
@@ -279,7 +287,7 @@ def test_trial_names_heads_that_do_not_fit(monkeypatch):
     def read(*args):
         raise rk.triton.runtime.errors.OutOfResources(300_000, 232_448, "shared memory")
 
-    monkeypatch.setattr(rk, "read_op", read)
+    monkeypatch.setattr(rk._Chain, "read", read)
     assert "a routing head 16 wide needs 300000 bytes of shared memory" in trial(32, 2, 9, 0)
 
 
@@ -301,35 +309,9 @@ def test_import_without_triton():
             rk.FusedRouter(torch.randn(2, 32), torch.randn(3, 32), torch.ones(3, 32), 2)""")
 
 
-def random_links(M, D, S, H, dtype, s):
-    """Links at site s, as read_backward_op takes them."""
-    shapes = rk.Links.shapes(M, D, S, H, dtype)
-    rand = lambda shape, of, _: torch.rand(shape, device=DEVICE).to(of)
-    dh = [rand(*of) for of in shapes.dh[s // rk.G :]]
-    return [torch.full((1,), float(S), device=DEVICE), *(rand(*of) for of in shapes[1:-1]), dh[0], dh[1:]]
-
-
-def test_opcheck():
-    S, M, D, H = 10, 2, 16, 2
-    x, u = torch.randn(M, D, device=DEVICE), torch.randn(S, D, device=DEVICE)
-    chain = [u, u, u, *(t.normal_() for t in rk.Chain.new(x, u, H)[3:])]
-    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    check = lambda op, *args, tests=tests: torch.library.opcheck(op, args, test_utils=tests)
-    for s in (0, 8):
-        check(rk.read_op, x, s, H, 1e-6, *chain)
-        check(rk.read_backward_op, x, x, s, H, *chain[:6], *random_links(M, D, S, H, x.dtype, s))
-    check(rk.split_op, u, torch.bfloat16)
-    check(rk.scratch_op, x, [3, 4], torch.float32, 0, tests=("test_schema", "test_autograd_registration"))
-    rand = lambda *shape: torch.rand(shape, device=DEVICE)
-    parameters = rand(2, M), rand(3, D), rand(3, D), rand(3, H), rand(3), H
-    check(rk.delta_op, [x, x.clone()], *parameters)
-    check(rk.delta_backward_op, [x.clone() for _ in range(3)], [x, x.clone()], *parameters)
-
-
-# 272: rows of more than 1,024 bytes, for which the backward's partial results lie in dh.
-@pytest.mark.parametrize("delta, D", [(False, 272), (True, 16)])
-def test_one_compiled_graph(delta, D):
-    """fullgraph=True, forward and backward, compiled once per shape."""
+@pytest.mark.parametrize("delta", [False, True])
+def test_routing_runs_between_compiled_sublayers(delta):
+    """One graph serves all sublayers; a model compiled as one is refused, with the reason."""
     from torch._dynamo.backends.debugging import aot_eager
 
     graphs = []
@@ -338,62 +320,13 @@ def test_one_compiled_graph(delta, D):
         graphs.append(module)
         return aot_eager(module, example)
 
-    tensors = delta_inputs(5, 2, D, torch.float32) if delta else inputs(9, 2, D, 2, torch.float32)
-    run = lambda *t: delta_chain(True, t, 2, 2) if delta else chain(FusedRouter, t, 2)[0]
-    compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=False)
-    for batch in (2, 1, 2):
-        t = [tensors[0][:batch].detach().requires_grad_(), *tensors[1:]]
-        a, b = (torch.autograd.grad(f(*t).square().sum(), t) for f in (compiled, run))
-        assert worst(a, [x.double() for x in b]) < 1e-5
-    assert len(graphs) == 2, f"{len(graphs)} graphs for two shapes"
-
-
-def test_chain_cut_into_compiled_pieces_is_refused():
-    """As a print in a sublayer would cut it."""
-    x, query, key_norm, *weights = inputs(4, 2, 16, 2, torch.float32)
-    router = FusedRouter(x, query, key_norm, 2)
-
-    @torch.compile(backend="aot_eager", dynamic=False)
-    def piece(h, w):
-        router.write(torch.tanh(h @ w))
-        return router.read()
-
-    with pytest.raises(RuntimeError, match="cut into several compiled graphs"):
-        for w in weights:
-            piece(router.read(), w)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_compiled_hi_and_lo(dtype):
-    """The compiler keeps more digits than a cast does; here the digits that the cast drops are needed."""
-    query = torch.randn(3, 16, device=DEVICE)
-    args = torch.zeros(2, 16, dtype=dtype, device=DEVICE), query, torch.ones(3, 16, device=DEVICE)
-    hi, lo = torch.compile(lambda *t: FusedRouter(*t, 2).chain[1:3], fullgraph=True)(*args)
-    assert torch.equal(hi, query.to(dtype))
-    assert (hi.double() + lo.double() - query.double()).abs().max() < 4 * torch.finfo(dtype).eps ** 2
-
-
-def test_compiled_backward_allocates_each_buffer_once():
-    """Not as zeros, and not one that is copied for another: as in eager torch."""
-    from functorch.compile import nop
-    from torch._dynamo.backends.common import aot_autograd
-
-    nodes = []
-
-    def record(module, example):
-        nodes.extend(module.graph.nodes)
-        return nop(module, example)
-
-    tensors, run = inputs(9, 2, 16, 2, torch.float32), lambda *t: chain(FusedRouter, t, 2)[0]
-    backend = aot_autograd(fw_compiler=nop, bw_compiler=record)
-    compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=False)
-    a, b = (torch.autograd.grad(f(*tensors).square().sum(), tensors) for f in (compiled, run))
-    assert worst(a, [x.double() for x in b]) < 1e-5
-    allocated = [n.args[1] for n in nodes if n.target is torch.ops.depth_routing.scratch.default]
-    shapes = rk.Links.shapes(2, 16, 9, 2, torch.float32)
-    assert sorted(map(list, allocated)) == sorted(list(of[0]) for of in (*shapes[1:-1], *shapes.dh))
-    full = torch.ops.aten.full.default
-    assert not [n for n in nodes if n.target is full and list(n.args[0]) in allocated]
+    tensors = delta_inputs(9, 2, 16, torch.float32) if delta else inputs(9, 2, 16, 2, torch.float32)
+    run = lambda f: delta_chain(True, tensors, 2, 2, f) if delta else chain(FusedRouter, tensors, 2, f=f)[0]
+    sublayer = torch.compile(tanh_layer, backend=backend, fullgraph=True, dynamic=False)
+    a, b = (torch.autograd.grad(run(f).square().sum(), tensors) for f in (sublayer, tanh_layer))
+    assert worst(a, [x.double() for x in b]) < 1e-5 and len(graphs) == 1
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile the sublayers"):
+        torch.compile(run, backend=backend, fullgraph=True)(tanh_layer)
 
 
 # -------------------- Delta routing
@@ -407,20 +340,21 @@ def delta_inputs(S, M, D, dtype, gate=1.0):
     return [leaf(M, D), query, key_norm, leaf(S, D, scale=0.5), leaf(S, scale=gate), *weights]
 
 
-def delta_chain(fused, tensors, H, block, checkpointed=False):
+def checkpointed(h, w):
+    return torch.utils.checkpoint.checkpoint(tanh_layer, h, w, use_reentrant=False)
+
+
+def delta_chain(fused, tensors, H, block, f=tanh_layer):
     x, query, key_norm, null, gate, *weights = tensors
-    f = run = lambda h, w: torch.tanh(h @ w)
-    if checkpointed:
-        run = lambda *a: torch.utils.checkpoint.checkpoint(f, *a, use_reentrant=False)
     if fused:
         router = FusedDeltaRouter(x, query, key_norm, null, gate, H, block)
         for w in weights:
-            router.write(run(router.read(), w))
+            router.write(f(router.read(), w))
         return router.output()
     start, sources = x, [x]
     for s, w in enumerate(weights):
         mix = route_reference([null[s].expand_as(x), *sources], query[s], key_norm[s], H)[0]
-        x = x + run(x + gate[s] * mix, w)
+        x = x + f(x + gate[s] * mix, w)
         if (s + 1) % block == 0:
             sources, start = [*sources, x - start], x
     return x
@@ -437,7 +371,7 @@ def test_delta_fp32(shape):
     grads, f32, f64 = [], torch.float32, (torch.float32, torch.float64)
     for fused, dtype in ((True, f32), (False, f32), (False, f64)):
         tensors = delta_inputs(S, M, D, dtype)
-        out = delta_chain(fused, tensors, H, block, checkpointed=S < 10)
+        out = delta_chain(fused, tensors, H, block, checkpointed if S < 10 else tanh_layer)
         grads.append(torch.autograd.grad(out.square().sum(), tensors))
     fused, reference, truth = grads
     assert worst(fused, truth) <= max(2.5e-6, 2 * worst(reference, truth))
@@ -464,7 +398,7 @@ def delta_errors(N, J, M, D, H, dtype):
         u, null = query.float() * key_norm.float(), null.float()
         rstd = lambda x: (x.square().mean(-1) + 1e-6).rsqrt()
         logit = (u * null * rstd(null)[:, None]).view(J, H, -1).sum(-1)
-        return rk._Delta(H, rstd(v.float()), u, null, logit, gate.float(), *v.unbind(0))
+        return rk._Delta.apply(H, rstd(v.float()), u, null, logit, gate.float(), *v.unbind(0))
 
     def torch_mixes(v, query, key_norm, null, gate, eager):
         for j in range(J):
@@ -526,9 +460,8 @@ def compile_all(D, H, dtype, capability, shared):
         setattr(rk, name, Recorder(getattr(rk, name), seen))
     chain(FusedRouter, inputs(S, M, D, H, dtype), H)[0].sum().backward()
     x, rand = torch.zeros(M, D, dtype=dtype), torch.rand
-    parameters = rand(3, M), rand(8, D), rand(8, D), rand(8, H), rand(8), H
-    rk.delta_op([x] * 3, *parameters)
-    rk.delta_backward_op([x] * 8, [x] * 3, *parameters)
+    x = [x.clone().requires_grad_() for _ in range(3)]
+    sum(rk._Delta.apply(H, rand(3, M), rand(8, D), rand(8, D), rand(8, H), rand(8), *x)).sum().backward()
     assert {kernel.fn.__name__ for kernel, *_ in seen.values()} == set(KERNELS)
     for kernel, signature, constants, options in seen.values():
         aligned = {}
@@ -607,10 +540,9 @@ def test_more_than_2_to_31_elements():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_graph_replay(compiled):
     """A recorded forward and backward, replayed on other numbers, equals a run of the same code bitwise."""
-    tensors, run = inputs(18, 33, 256, 4, torch.bfloat16), lambda *t: chain(FusedRouter, t, 4)[0]
-    if compiled:
-        run = torch.compile(run, fullgraph=True, dynamic=False)
-    step = lambda: torch.autograd.grad(run(*tensors).float().square().sum(), tensors)
+    tensors = inputs(18, 33, 256, 4, torch.bfloat16)
+    f = torch.compile(tanh_layer, fullgraph=True, dynamic=False) if compiled else tanh_layer
+    step = lambda: torch.autograd.grad(chain(FusedRouter, tensors, 4, f=f)[0].float().square().sum(), tensors)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
