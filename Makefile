@@ -1,5 +1,5 @@
 # make demo    environment, data, a baseline and an MHAR model on the same data, and the table of their difference
-# make study   every residual method, head count and seed on config/study.py, probes of the routers, and the report; what is finished is skipped
+# make study   every residual method, head count and seed on config/study_long.py, probes of the routers, and the report; what is finished is skipped
 # make test    environment, ruff and all tests
 PYTHON ?= python3
 BIN := .venv/bin
@@ -12,28 +12,31 @@ demo: .venv/ready
 	$(BIN)/python report.py out/demo_baseline out/demo_mhar
 
 # What `make study` sweeps over, each a list: make study METHODS="baseline mhar" HEADS="4 8" KV="1 2 4" RATES="5e-4 1e-3" SEEDS="1 2" EXTRA=--max_steps=5000
-METHODS ?= baseline hc_static hc_dynamic attnres mhar
+# A method is a residual, hc_<form>, mhar_h<heads>, or mhar for all HEADS; _x<scale> at its end sets route_lr_scale
+CONFIG ?= config/study_long.py
+METHODS ?= baseline hc_static hc_dynamic attnres mhar mhar_h8_x2.83 mhar_h8_x8
 HEADS ?= 2 4 8 16
 KV ?= 4
 RATES ?= 5e-4
 SEEDS ?= 1 2 3
 EXTRA ?=
-OUT ?= out/study
-VARIANTS = $(METHODS:mhar=$(HEADS:%=mhar_h%))
+OUT ?= out/$(basename $(notdir $(CONFIG)))
 
 study: .venv/ready
-	@set -e; for seed in $(SEEDS); do for rate in $(RATES); do for kv in $(KV); do for variant in $(VARIANTS); do \
-	  case $$variant in \
-	    hc_static) method="--residual=hc --hc_dynamic=false";; \
-	    hc_dynamic) method="--residual=hc --hc_dynamic=true";; \
-	    mhar_h*) method="--residual=mhar --route_heads=$${variant#mhar_h}";; \
-	    *) method="--residual=$$variant";; \
+	@set -e; for seed in $(SEEDS); do for rate in $(RATES); do for kv in $(KV); do for method in $(METHODS:mhar=$(HEADS:%=mhar_h%)); do \
+	  arm=$${method%_x*}; \
+	  case $$method in *_x*) scale=$${method##*_x};; *) scale=1;; esac; \
+	  case $$arm in \
+	    hc_*) flags="--residual=hc --hc_form=$${arm#hc_}";; \
+	    mhar_h[0-9]*) flags="--residual=mhar --route_heads=$${arm#mhar_h}";; \
+	    *) flags="--residual=$$arm";; \
 	  esac; \
-	  $(BIN)/python train.py config/study.py $$method --n_kv_head=$$kv --learning_rate=$$rate --seed=$$seed $(EXTRA) \
-	    --out_dir=$(OUT)/$${variant}_kv$${kv}_lr$${rate}_s$$seed; \
+	  $(BIN)/python train.py $(CONFIG) $$flags --route_lr_scale=$$scale --n_kv_head=$$kv --learning_rate=$$rate --seed=$$seed $(EXTRA) \
+	    --out_dir=$(OUT)/$${method}_kv$${kv}_lr$${rate}_s$$seed; \
 	done; done; done; done
-	@for run in $$(ls -d $(OUT)/*_s$(firstword $(SEEDS)) | grep -E '/(attnres|mhar)_'); do $(BIN)/python probe.py $$run || exit; done
-	$(BIN)/python report.py $(OUT)/* --out_dir=report/study $(if $(word 2,$(RATES)),--best)
+	@for run in $(OUT)/attnres_*_s$(firstword $(SEEDS)) $(OUT)/mhar_*_s$(firstword $(SEEDS)); do \
+	  ! ls -d $$run/step_* >/dev/null 2>&1 || $(BIN)/python probe.py $$run || exit; done  # some have lost their checkpoints
+	$(BIN)/python report.py $(OUT)/*_s[0-9]* --out_dir=$(OUT)/report $(if $(word 2,$(RATES)),--best)
 
 test: .venv/ready-dev
 	$(BIN)/ruff format --check -q .
