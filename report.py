@@ -2,15 +2,17 @@
 
     python report.py out/demo_mhar                      # one run: its curve and its losses
     python report.py out/demo_baseline out/demo_mhar    # the difference of two runs, step by step
-    python report.py out/study/*                        # methods, head counts, seeds
+    python report.py out/study_long/*                   # methods, head counts, seeds
     python report.py out/sweep/* --best                 # each method at its own best learning rate
     python report.py out/long/* --budgets=20000,60000   # the difference at two budgets, within the same runs
 
-The score of a run is its tail mean: the mean of its last eleven validation losses, in nats per token (paper,
-section 3.1). A run is paired with the baseline run of the same seed, which saw the same batches in the same
-order. The two must agree in data and in every setting but the residual method and its own.
+It reads each folder's log.jsonl, and no checkpoint. The score of a run is its tail mean: the mean of its last
+eleven validation losses, in nats per token (paper, section 3.1). A run is paired with the baseline run of the
+same seed, which saw the same batches in the same order. The two must agree in data and in every setting but
+the residual method and its own: those that follow `residual` in GPTConfig, and route_lr_scale.
 """
 
+import contextlib
 import json
 import math
 from collections import defaultdict
@@ -29,40 +31,55 @@ matplotlib.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
 TAIL = 11  # evaluations in a tail mean
 T95 = 12.706, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281  # Student's t, 95%
 COLORS = "#000000 #D55E00 #0072B2 #009E73 #CC79A7 #E69F00 #56B4E9 #8C564B #7F7F7F".split()
+PLOTS = {  # of a row's arrays
+    "losses": "validation loss (nats per token)",
+    "deltas": "difference in loss to {}, same step",
+    "entropy": "entropy of the routing weights (nats)",
+}
+LEGEND = f"""Final loss: the last evaluation's; tail mean: of the last {TAIL}; nats per token. ±: a standard
+error over seeds; bands: 95% intervals. Δ: of tail means, paired by seed, negative is better. Compute gain:
+the factor on the baseline's compute that takes it to the method's loss, if L = A C^-α, for α fitted to its
+curves and for 0.15.
+"""
 
 
 # ---- Runs, and which of them may be paired -------------------------------------------------------
 def load(folder):
-    """A run, from its log.jsonl: name, settings (of training and model), defaults, val {step: loss}."""
-    path, start, val = Path(folder) / "log.jsonl", {}, {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
+    """A run, from its log.jsonl: name, settings (of training and model), own (those of residual methods),
+    defaults, val and entropy {step: value}. None, and a printed line, if it has no evaluation."""
+    path, start, val, entropy = Path(folder) / "log.jsonl", {}, {}, {}
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+        with contextlib.suppress(
+            ValueError
+        ):  # cut short by a kill; what it held is missed where it is needed
             event = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{path}:{number} is cut short: resume the run, which repairs its log") from error
-        if event["event"] == "start":
-            start = event
-        elif event["event"] == "val":
-            val[event["step"]] = event["loss"]
+            start = event if event["event"] == "start" else start
+            if event["event"] == "val":
+                val[event["step"]] = event["loss"]
+            if "route_entropy" in event:
+                entropy[event["step"]] = event["route_entropy"]
     if "defaults" not in start or not val:
-        raise UserError(f"{path} has no evaluation yet, or another version wrote it: omit it")
-    settings = start["config"] | start["model_config"]
+        print(f"{folder} is skipped: no evaluation of this version in its log.jsonl")
+        return None
+    settings, data = start["config"] | start["model_config"], start["data"]
     settings |= {key: start[key] for key in ("params", "tokens_per_step", "flops_per_token", "dtype")}
-    data, name = start["data"], Path(settings["dataset"]).name
-    settings["data"] = f"{name} {data['sha256'][:8]} {data['val_sha256'][:8]}"
-    return SimpleNamespace(name=str(folder), settings=settings, defaults=start["defaults"], val=val)
+    settings["data"] = " ".join([Path(settings["dataset"]).name, data["sha256"][:8], data["val_sha256"][:8]])
+    names = list(start["model_config"])
+    own = {"route_lr_scale", *names[names.index("residual") + 1 :]}
+    facts = dict(settings=settings, own=own, defaults=start["defaults"], val=val, entropy=entropy)
+    return SimpleNamespace(name=str(Path(folder)), **facts)
 
 
 def name_methods(runs):
     """Complete each run's settings with the defaults of what its log lacks, and add:
 
-    shared: {setting: text} in which runs that are compared agree. method: its residual and the settings of it
-    in which runs differ. heads: its place in a sweep over H (attnres is H = 1), or None.
+    shared: {setting: text} in which runs that are compared agree. method: its residual, with the H of what
+    routes (and so logs entropies) or the form of hc, xN for route_lr_scale=N, and its own settings that vary.
+    heads: its place in a sweep over H (attnres is H = 1), or None.
     """
     defaults = {key: value for run in runs for key, value in run.defaults.items()}
-    prefixes = "route_", *(run.settings["residual"] + "_" for run in runs)
-    own = [key for key in defaults if key.startswith(prefixes)]  # the settings of residual methods
-    compared = [key for key in ("data", "eval_windows", "dtype", *defaults) if key not in ("residual", *own)]
+    own = set.union(*(run.own for run in runs))
+    compared = [key for key in ("data", "eval_windows", "dtype", *defaults) if key not in {"residual", *own}]
     for run in runs:
         run.settings = s = defaults | run.settings
         run.seed, run.rate, run.residual = s["seed"], s["learning_rate"], s["residual"]
@@ -71,19 +88,22 @@ def name_methods(runs):
         run.shared["init_from"] = "a checkpoint" if s["init_from"] else "None"
     for run in runs:
         s, same = run.settings, [r.settings for r in runs if r.residual == run.residual != "baseline"]
-        heads = f"-h{s['route_heads']}"
-        named = {"mhar": heads, "delta": heads, "hc": "-dynamic" if s["hc_dynamic"] else "-static"}
-        varied = [key for key in own if key not in ("route_heads", "hc_dynamic")]
-        varied = [key for key in varied if len({str(other[key]) for other in same}) > 1]
-        run.method = run.residual + named.get(run.residual, "") + "".join(f" {k}={s[k]}" for k in varied)
-        run.heads = None if varied else {"attnres": 1, "mhar": s["route_heads"]}.get(run.residual)
+        heads, scale = s["route_heads"], s["route_lr_scale"]
+        routes = run.entropy and run.residual != "attnres"
+        form = f"-h{heads}" if routes else f"-{s['hc_form']}" if run.residual == "hc" else ""
+        varied = [f" x{scale:g}"] if same and scale != 1 else []
+        for key in sorted(own - {"route_heads", "hc_form", "route_lr_scale"}):
+            varied += [f" {key}={s[key]}"] if len({str(other[key]) for other in same}) > 1 else []
+        run.method = run.residual + form + "".join(varied)
+        run.heads = None if varied else {"attnres": 1, "mhar": heads}.get(run.residual)
 
 
 def compare(runs, baseline, best, budgets):
     """Cells of runs that share everything but method and seed, and learning rate for `best`.
 
     A cell: settings, shared, budgets, steps [E] of its evaluations, rows, baseline first. A row: method,
-    heads, run (any of its runs), losses and deltas [seeds, E], paired by seed and step.
+    heads, run (any of its runs), and arrays [seeds, E]: losses, deltas, paired by seed and step, and entropy,
+    None where it does not route.
     """
     free = ("seed", "learning_rate") if best else ("seed",)
     groups = defaultdict(lambda: defaultdict(dict))  # shared settings -> method -> (rate, seed) -> run
@@ -99,7 +119,7 @@ def compare(runs, baseline, best, budgets):
         twin = groups[key][run.method].setdefault((run.rate, run.seed), run)
         if twin is not run:
             raise UserError(f"{twin.name} and {run.name} are both {run.method}, seed {run.seed}: omit one")
-    losses = lambda runs: np.array([[run.val[step] for step in run.steps] for run in runs])
+    array = lambda runs, name: np.array([[getattr(r, name)[step] for step in r.steps] for r in runs])
     cells = []
     for methods in groups.values():
         chosen = {method: choose(method, by_rate_and_seed) for method, by_rate_and_seed in methods.items()}
@@ -110,10 +130,13 @@ def compare(runs, baseline, best, budgets):
                     refuse(run, list(references.values()) or [r for r in runs if r.method == baseline])
                 if run.steps != references[seed].steps:
                     raise UserError(f"{run.name} was evaluated at other steps than {references[seed].name}")
-            own, partners = losses(by_seed.values()), losses(references[seed] for seed in by_seed)
-            row = dict(method=method, heads=run.heads, run=run, losses=own, deltas=own - partners)
-            rows.append(SimpleNamespace(**row))
-        rows.sort(key=lambda row: (row.method != baseline, row.run.residual, row.heads or 0, row.method))
+            own, partners = by_seed.values(), [references[seed] for seed in by_seed]
+            row = dict(method=method, heads=run.heads, run=run, losses=array(own, "val"))
+            routes = all(r.entropy.keys() >= set(r.steps) for r in own)
+            row |= dict(entropy=array(own, "entropy") if routes else None)
+            rows.append(SimpleNamespace(**row, deltas=row["losses"] - array(partners, "val")))
+        order = lambda s: (s["residual"], s["route_heads"], s["route_lr_scale"])
+        rows.sort(key=lambda row: (row.method != baseline, *order(row.run.settings), row.method))
         cell = dict(settings=run.settings, shared=run.shared, budgets=run.budgets, steps=np.array(run.steps))
         cells.append(SimpleNamespace(rows=rows, **cell))
     return cells
@@ -139,16 +162,20 @@ def refuse(run, references):
 
 
 # ---- Numbers -------------------------------------------------------------------------------------
-def score(values, cell, budget):
-    """Mean, standard error and half width of the 95% interval of tail means; the latter two None of one seed.
-    values [seeds, E]."""
-    tails = values[:, cell.steps <= budget][:, -TAIL:].mean(1)
-    df = len(tails) - 1
+def interval(values):
+    """values [seeds, ...] -> mean, standard error and half width of the 95% interval, the latter two None of
+    one seed."""
+    mean, df = values.mean(0), len(values) - 1
     if df == 0:
-        return tails.mean(), None, None
-    error = tails.std(ddof=1) / math.sqrt(len(tails))
+        return mean, None, None
+    error = values.std(0, ddof=1) / math.sqrt(len(values))
     t = T95[df - 1] if df <= len(T95) else 1.96 + 2.372 / df + 2.823 / df**2  # Cornish-Fisher, to 0.1%
-    return tails.mean(), error, t * error
+    return mean, error, t * error
+
+
+def score(values, cell, budget):
+    """`interval` of the tail means up to step `budget`. values [seeds, E]."""
+    return interval(values[:, cell.steps <= budget][:, -TAIL:].mean(1))
 
 
 def exponents(cells):
@@ -170,17 +197,24 @@ def show(mean, error, half, sign=""):
 
 
 def score_table(cell, best, alphas):
-    """A row per method: tail mean, difference to the baseline, its interval, and by each of the exponents the
-    factor on the baseline's compute that would take it to the method's loss."""
+    """A row per method: losses, the step from which on its mean loss stays below that of one routing head,
+    difference to the baseline, its interval, and by each exponent the factor on the baseline's compute that
+    would take it to the method's loss."""
     (baseline, *others), last = cell.rows, cell.budgets[-1]
-    head, lines = ["method", "parameters", "seeds", "loss"] + ["best rate"] * best, []
+    single = next((row for row in cell.rows if row.heads == 1), None)
+    head, lines = ["method", "parameters", "seeds", "final loss", "tail mean"] + ["best rate"] * best, []
+    head += [f"below {single.method} from step"] if single and others else []
     if others:
         head += [f"Δ to {baseline.method}, step {budget:,}" for budget in cell.budgets] + ["95% interval"]
         head += ["compute gain at α = " + " / ".join(f"{alpha:.3f}" for alpha in alphas)]
     for row in cell.rows:
-        total = row.run.settings["params"]["total"]
-        line = [row.method, f"{total:,}", len(row.losses), show(*score(row.losses, cell, last))]
+        line = [row.method, f"{row.run.settings['params']['total']:,}", len(row.losses)]
+        line += [show(*interval(row.losses[:, -1])), show(*score(row.losses, cell, last))]
         line += [f"{row.run.rate:g}"] * best
+        if single and others:
+            behind = cell.steps[row.deltas.mean(0) >= single.deltas.mean(0)]
+            ahead = cell.steps[cell.steps > max(behind, default=0)]
+            line += ["" if row is single else f"{ahead[0]:,}" if len(ahead) else "never"]
         if row is not baseline:
             mean, _, half = score(row.deltas, cell, last)
             gain = 1 - mean / score(row.losses, cell, last)[0]  # baseline / method, over the method's seeds
@@ -200,26 +234,35 @@ def step_table(cell, most=12):
     return table(["step", baseline.method, *(f"Δ {row.method}" for row in others)], lines)
 
 
-def plot_curves(cell, path):
-    """Left losses over steps, right same-step differences: means over the seeds, single seeds thin behind."""
-    names = ("losses", "deltas")[: len(cell.rows)]
-    figure = Figure((12, 4.2), layout="tight")
-    panels = figure.subplots(1, len(names), squeeze=False)[0]
-    colors = dict(zip([row.method for row in cell.rows], COLORS * len(cell.rows)))
-    rows = sorted(cell.rows, key=lambda row: -row.losses[:, -1].mean())  # as the curves end, for the legend
-    late = cell.steps >= cell.steps[-1] / 5  # the first fifth would flatten the rest
-    for axis, name in zip(panels, names):
-        for row in rows:
-            curve, color = getattr(row, name)[:, late], colors[row.method]  # [seeds, E]
-            axis.plot(cell.steps[late], curve.mean(0), color=color, lw=1.8, label=row.method)
-            if len(curve) > 1 and name == "deltas":
-                axis.plot(cell.steps[late], curve.T, color=color, lw=0.7, alpha=0.4)
-        axis.set_xlabel("optimizer step")
-    panels[-1].set_ylabel(f"difference to {cell.rows[0].method}, same step")
-    panels[0].set_ylabel("validation loss (nats per token)")
-    panels[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.suptitle(cell.title, fontsize=11)
+def plot_curves(cell, rows, name, path):
+    """The array `name` of rows over steps: means over the seeds, and bands of their 95% intervals."""
+    figure = Figure((9, 4.8), layout="tight")
+    axis, ends, styles = figure.subplots(), [], defaultdict(lambda: iter(["-", "--", ":", "-."] * len(rows)))
+    family = lambda row: row.method.split()[0]  # a method's variants share its color and differ in style
+    colors = dict(zip(dict.fromkeys(map(family, cell.rows)), COLORS * len(cell.rows)))
+    late = cell.steps >= cell.steps[-1] / 10  # the beginning would flatten the rest
+    for row in rows:
+        color, (mean, _, half) = colors[family(row)], interval(getattr(row, name)[:, late])
+        axis.plot(cell.steps[late], mean, next(styles[color]), color=color, lw=1.6)
+        if half is not None and name != "losses":  # which the seed moves more than the method
+            axis.fill_between(cell.steps[late], mean - half, mean + half, color=color, alpha=0.1, lw=0)
+        ends.append((mean[-1], row.method, color))
+    title = PLOTS[name].format(cell.rows[0].method)
+    axis.set(xlabel="optimizer step", ylabel=title, title=cell.title, xmargin=0)
+    label_ends(axis, sorted(ends))
     figure.savefig(path)
+
+
+def label_ends(axis, ends):
+    """Names beside the ends of curves, [(y, name, color)] in ascending order, moved apart where too close."""
+    (low, high), n = axis.get_ylim(), len(ends)
+    ys = (np.array([y for y, *_ in ends]) - low) / (high - low)  # in heights of the axis
+    room = 0.05 * np.arange(n)  # a name is 0.04 high
+    free = ys - room  # isotonic regression: the nearest numbers that ascend
+    free = [max(min(free[j : k + 1].mean() for k in range(i, n)) for j in range(i + 1)) for i in range(n)]
+    for y, at, (_, name, color) in zip(ys, np.clip(free, 0, 1 - room[-1]) + room, ends):
+        axis.plot([1, 1.02], [y, at], color=color, lw=0.8, transform=axis.transAxes, clip_on=False)
+        axis.text(1.025, at, name, color=color, fontsize=9, va="center", transform=axis.transAxes)
 
 
 def plot_heads(cells, path):
@@ -228,8 +271,11 @@ def plot_heads(cells, path):
     axis = figure.subplots()
     for cell, color in zip(cells, COLORS[1:] * len(cells)):
         rows = [row for row in cell.rows if row.heads]
-        means, errors, _ = zip(*(score(row.deltas, cell, cell.budgets[-1]) for row in rows))
-        heads, errors = [row.heads for row in rows], [error or 0 for error in errors]
+        heads, scores = (
+            [row.heads for row in rows],
+            [score(row.deltas, cell, cell.budgets[-1]) for row in rows],
+        )
+        means, errors, _ = np.array(scores, float).T  # None becomes NaN: no bar
         axis.errorbar(heads, means, errors, color=color, marker="o", capsize=3, label=cell.title)
         axis.set_xscale("log", base=2)
         axis.set_xticks(heads, heads)
@@ -242,20 +288,21 @@ def plot_heads(cells, path):
 # ---- The report ----------------------------------------------------------------------------------
 def write(cells, best, out):
     """report.md and its PNGs in folder `out`; returns the Markdown."""
-    parts = [f"Loss: mean of the last {TAIL} evaluations, nats per token. ±: a standard error over seeds."]
-    parts += ["Δ: paired by seed, negative is better. Compute gain: the factor on the baseline's compute"]
-    parts += ["that takes it to the method's loss, if L = A C^-α, for α fitted to its curves and for 0.15.\n"]
+    parts = [LEGEND]
     bases = {row.run.name: row.run.settings["init_from"] for cell in cells for row in cell.rows}
     parts += [f"{name} started from {base}.\n" for name, base in bases.items() if base]
     for i, cell in enumerate(cells, 1):
-        s, image = cell.settings, f"curves_{i}.png" if len(cells) > 1 else "curves.png"
+        s, number = cell.settings, f"_{i}" if len(cells) > 1 else ""
         differing = [key for key in cell.shared if len({c.shared[key] for c in cells}) > 1 and key != "seed"]
         cell.title = f"{s['data'].split()[0]}, {s['max_steps']:,} steps of {s['tokens_per_step']:,} tokens"
         cell.title += "".join(f", {key} {cell.shared[key]}" for key in differing)
-        plot_curves(cell, out / image)
+        parts += [f"## {cell.title}\n"]
+        for name in PLOTS if len(cell.rows) > 1 else ("losses", "entropy"):
+            if rows := [row for row in cell.rows if getattr(row, name) is not None]:
+                plot_curves(cell, rows, name, out / f"{name}{number}.png")
+                parts += [f"![{name}]({name}{number}.png)\n"]
         alphas = exponents([c for c in cells if c.shared["data"] == cell.shared["data"]])
-        parts += [f"## {cell.title}\n", f"![{cell.title}]({image})\n", step_table(cell)]
-        parts += [score_table(cell, best, alphas)]
+        parts += [step_table(cell), score_table(cell, best, alphas)]
     if swept := [cell for cell in cells if len([row for row in cell.rows if row.heads]) > 2]:
         plot_heads(swept, out / "heads.png")
         parts += ["![How many heads?](heads.png)\n"]
@@ -265,22 +312,14 @@ def write(cells, best, out):
 
 def main():
     parser = Parser(prog="report.py", description=__doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a folder that train.py wrote, its out_dir")
-    parser.add_argument("--baseline", default="baseline", help="a method (attnres, mhar-h8 ...) or its RUN")
-    parser.add_argument("--best", action="store_true", help="each method at its best learning rate")
-    steps = lambda text: sorted({int(step) for step in text.split(",")})
-    parser.add_argument(
-        "--budgets", type=steps, help="steps to read scores at, with commas; default: the end"
-    )
-    parser.add_argument("--out_dir", default="report", help="where report.md and the PNGs go")
+    add, steps = parser.add_argument, lambda text: sorted({int(step) for step in text.split(",")})
+    add("runs", nargs="+", metavar="RUN", help="a folder that train.py wrote, its out_dir")
+    add("--baseline", default="baseline", help="a method (attnres, mhar-h8 ...) or its RUN [%(default)s]")
+    add("--best", action="store_true", help="each method at its best learning rate")
+    add("--budgets", type=steps, help="steps to read scores at, with commas [the end]")
+    add("--out_dir", default="report", help="for report.md and its PNGs, over older ones [%(default)s]")
     args = parser.parse_args()
-    runs = []
-    for folder in map(Path, args.runs):
-        if (folder / "log.jsonl").is_file():
-            runs.append(load(folder))
-        else:
-            print(f"{folder} is skipped: it has no log.jsonl")
-    if not runs:
+    if not (runs := [run for run in map(load, args.runs) if run]):
         raise UserError("none of these is a run: give a folder that train.py wrote")
     name_methods(runs)
     methods = {run.name: run.method for run in runs}
