@@ -113,18 +113,19 @@ def between_heads(rows):
 def plot_sites(rows, path):
     """By depth, left the disagreement of the trained and of a random query, right the entropy."""
     figure = Figure((10, 3.6), layout="tight")
-    column = lambda key: [row[key] for row in rows]
     left, right = figure.subplots(1, 2)
     for axis, key, color, label in [
         (left, "kl", "#D55E00", "trained query"), (left, "null", "0.6", "random query of its norm"),
         (right, "entropy", "#0072B2", "routing weights"), (right, "uniform", "0.6", "uniform weights"),
     ]:  # fmt: skip
-        axis.plot(column("site"), column(key), ".-", color=color, label=label)
-    left.set(title="Width disagreement", ylabel="KL between slices and whole (nats)")
-    right.set(title="Entropy", ylabel="nats")
+        axis.plot([row["site"] for row in rows], [row[key] for row in rows], ".-", color=color, label=label)
+    left.set_ylabel("KL between slices and whole (nats)")
+    right.set_ylabel("entropy (nats)")
     for axis in (left, right):
         axis.set(xlabel="routing site", ylim=(0, None))
-        axis.legend(frameon=False)
+        axis.legend(
+            loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False
+        )  # clear of the curves
         axis.grid(alpha=0.25)
     figure.savefig(path, dpi=150)
 

@@ -10,6 +10,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from safetensors.torch import save_file
 from test_model import scramble, tiny, tokens
 
@@ -96,6 +97,19 @@ def test_planted_heads_are_found_and_replicate():
     assert [planted[:, h].argmax() for h in range(H)] == list(range(H)) and planted.diagonal().min() > 0.1
     assert np.corrcoef(probe.flat(rows, "deviation"), probe.flat(other, "deviation"))[0, 1] > 0.8
     assert probe.between_heads([{"deviation": np.eye(4) - 0.25}] * 2) == pytest.approx(-1 / 3)
+
+
+def test_legends_are_clear_of_the_curves(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(
+        probe, "Figure", lambda *args, **kw: figures.append(Figure(*args, **kw)) or figures[-1]
+    )
+    sites = [dict(site=i, kl=0.3, null=0.1, entropy=i / 9, uniform=i / 8) for i in range(1, 8)]
+    probe.plot_sites(sites, tmp_path / "sites.png")
+    for axis in figures[0].axes:
+        box = axis.get_legend().get_window_extent()
+        assert box.y0 >= axis.bbox.y1 and box.y1 <= figures[0].bbox.y1
+        assert axis.bbox.x0 <= box.x0 and box.x1 <= axis.bbox.x1
 
 
 def test_command_line(dataset, tmp_path, monkeypatch, capsys):
