@@ -1,6 +1,6 @@
 """The first study: every residual method on the 100M trunk for 1,000 short steps, minutes a run on one GPU.
 
-    make study                                  # methods x heads x seeds, probes, report
+    make study CONFIG=config/study.py           # methods x heads x seeds, probes, report
     python train.py config/study.py --residual=attnres --seed=2 --out_dir=out/study/attnres_s2
 
 8.2M tokens of a text of 8.3M (RESULTS.md says how to make data/study): no window is seen twice. That is a
