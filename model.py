@@ -325,6 +325,7 @@ class GPTConfig:
     qk_norm: bool = True  # RMSNorm over head_dim on queries and keys (Qwen3 has it, Llama has not)
     tie_embeddings: bool = True  # the output projection is the embedding
     residual: Literal[tuple(RESIDUALS)] = "mhar"  # how a sublayer reads the depth before it
+    # settings of residual methods, and no others: report.py lets runs that it compares differ in these
     route_heads: int = 8  # H of mhar and delta; attnres is mhar with one head
     hc_streams: int = 4  # n of the hyper-connections
     hc_dynamic: bool = True  # their coefficients depend on the token (DHC), or are parameters alone (SHC)
