@@ -1,13 +1,16 @@
 # make demo    environment, data, a baseline and an MHAR model on the same data, and the table of their difference
 # make study   every residual method, head count and seed on config/study_long.py, probes of the routers, and the report; what is finished is skipped
 # make test    environment, ruff and all tests
+# make clean   removes .venv; data/ and out/ stay
 PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: demo study test clean
 
 demo: .venv/ready
+	@echo "run 1 of 2: the baseline"
 	$(BIN)/python train.py config/demo.py --residual=baseline
+	@echo "run 2 of 2: MHAR"
 	$(BIN)/python train.py config/demo.py --residual=mhar
 	$(BIN)/python report.py out/demo_baseline out/demo_mhar
 
@@ -55,3 +58,4 @@ test: .venv/ready-dev
 
 clean:
 	rm -rf .venv
+	@echo "data/ and out/ stay: remove them by hand if they are not needed"

@@ -225,13 +225,13 @@ def score_table(cell, best, alphas):
     return table(head, lines)
 
 
-def step_table(cell, most=12):
-    """Same-step losses and differences, means over the seeds, at about a dozen evenly spaced evaluations."""
-    (baseline, *others), lines = cell.rows, []
-    for i in range(len(cell.steps) - 1, -1, -math.ceil(len(cell.steps) / most))[::-1]:
-        deltas = [f"{row.deltas[:, i].mean():+.4f}" for row in others]
-        lines.append([f"{cell.steps[i]:,}", f"{baseline.losses[:, i].mean():.4f}", *deltas])
-    return table(["step", baseline.method, *(f"Δ {row.method}" for row in others)], lines)
+def step_table(steps, columns, most=12):
+    """Means over the seeds of columns {name: array [seeds, E]} at about a dozen evenly spaced evaluations."""
+    lines = []
+    for i in range(len(steps) - 1, -1, -math.ceil(len(steps) / most))[::-1]:
+        means = [f"{array[:, i].mean():{'+' * (name[0] == 'Δ')}.4f}" for name, array in columns.items()]
+        lines.append([f"{steps[i]:,}", *means])
+    return table(["step", *columns], lines)
 
 
 def plot_curves(cell, rows, name, path):
@@ -302,7 +302,11 @@ def write(cells, best, out):
                 plot_curves(cell, rows, name, out / f"{name}{number}.png")
                 parts += [f"![{name}]({name}{number}.png)\n"]
         alphas = exponents([c for c in cells if c.shared["data"] == cell.shared["data"]])
-        parts += [step_table(cell), score_table(cell, best, alphas)]
+        baseline, *others = cell.rows
+        columns = {baseline.method: baseline.losses} | {f"Δ {row.method}": row.deltas for row in others}
+        parts += [step_table(cell.steps, columns), score_table(cell, best, alphas)]
+        if columns := {row.method: row.entropy for row in cell.rows if row.entropy is not None}:
+            parts += [f"The {PLOTS['entropy']}:\n", step_table(cell.steps, columns)]
     if swept := [cell for cell in cells if len([row for row in cell.rows if row.heads]) > 2]:
         plot_heads(swept, out / "heads.png")
         parts += ["![How many heads?](heads.png)\n"]

@@ -94,7 +94,8 @@ def test_budgets_and_the_tables_within_runs(plant):
     text = report.score_table(cell, False, [])
     assert "Δ to baseline, step 600 | Δ to baseline, step 1,000" in text
     assert "| 2.9500 | 2.9364 | -0.1000 | -0.0636 | one seed" in text  # the last evaluation's, the tail mean
-    lines = report.step_table(cell).splitlines()
+    columns = {"baseline": cell.rows[0].losses, "Δ mhar-h8": cell.rows[1].deltas}
+    lines = report.step_table(cell.steps, columns).splitlines()
     assert lines[0] == "| step | baseline | Δ mhar-h8 |"
     assert lines[2] == "| 100 | 3.0000 | -0.1000 |" and lines[-1] == "| 1,000 | 3.0000 | -0.0500 |"
 
@@ -240,7 +241,8 @@ def test_one_run_and_a_folder_that_is_none(plant, tmp_path, monkeypatch, capsys)
     main(monkeypatch, run, tmp_path, f"--out_dir={tmp_path}/r")
     said = capsys.readouterr().out
     assert f"{tmp_path} is skipped: " in said and f"{run} started from out/base" in said
-    assert "| 1,000 | 3.0100 |" in said and "| method | parameters | seeds | final loss | tail mean |" in said
+    assert "| 1,000 | 3.0100 |" in said and "| 1,000 | 1.0000 |" in said  # loss, entropy
+    assert "| method | parameters | seeds | final loss | tail mean |" in said
     assert {path.name for path in (tmp_path / "r").iterdir()} == {"report.md", "losses.png", "entropy.png"}
     assert matplotlib.image.imread(tmp_path / "r/losses.png").shape[1] > 700
 
