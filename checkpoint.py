@@ -25,9 +25,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from model import GPT, GPTConfig, assign, choose_kernel
 from parallel import barrier, full, rank
 
-warnings.filterwarnings(
-    "ignore", message="torch.distributed is disabled"
-)  # of checkpoints of a single process
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # in a single process
 STEPS = "step_" + 8 * "[0-9]"  # a folder of another name, step_00000500_best say, is the user's
 FAILURES = OSError, SafetensorError, dcp.CheckpointException  # the last, of all ranks, is no Exception
 
@@ -51,8 +49,8 @@ def readable(ckpt):
     try:
         yield
     except (*FAILURES, ValueError, KeyError) as error:
-        remedy = "if it is damaged, remove that folder: the one before it counts then"
-        raise UserError(f"{ckpt} cannot be read ({reason(error)}); {remedy}") from error
+        remedy = "if it is damaged, remove that folder to go on from the one before"
+        raise UserError(f"{ckpt} cannot be read ({reason(error)}): {remedy}") from error
 
 
 def read_meta(path):
@@ -71,18 +69,18 @@ def read_meta(path):
 def load_weights(own, ckpt, name="model.safetensors"):
     """Copy a file's tensors (or those of its shards) into `own` {name: tensor}, whole or sharded, one by one.
     Strict: UserError with up to five names that only one side has, or in other shapes."""
-    index = ckpt / f"{name}.index.json"
+    files, index = [name], ckpt / f"{name}.index.json"
     with readable(ckpt), torch.no_grad():
-        files = (
-            sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [name]
-        )
+        if index.exists():
+            files = set(json.loads(index.read_text())["weight_map"].values())
         stored = {key: file for file in [safe_open(ckpt / f, "pt") for f in files] for key in file.keys()}
-        odd = sorted(own.keys() ^ stored.keys())
+        odd, what = sorted(own.keys() ^ stored.keys()), "names"
         if not odd:
             odd = [k for k, t in own.items() if stored[k].get_slice(k).get_shape() != list(t.shape)]
+            what = "shapes"
         if odd:
-            names = f"it differs in {odd[:5]}, or in their shapes"
-            raise UserError(f"{ckpt} does not fit this model: {names}; give the flags it was trained with")
+            advice = "give the flags it was trained with"
+            raise UserError(f"{ckpt} does not fit this model (other {what}: {odd[:5]}): {advice}")
         for key, tensor in own.items():
             assign(tensor, stored[key].get_tensor(key))
 
@@ -117,7 +115,7 @@ def cast_matrices(model, dtype):
 
 
 def optimizer_tensors(model, optimizer):
-    """AdamW's state {"exp_avg.layers.0...": tensor}, made (as zeros) where it is not there yet."""
+    """AdamW's state {"exp_avg.layers.0...": tensor}, zeros where there is none yet."""
     tensors = {}
     for name, p in model.named_parameters():
         if not (state := optimizer.state[p]):
@@ -139,9 +137,10 @@ def load_optimizer(ckpt, meta, model, optimizer):
         )
 
 
-def save_checkpoint(out_dir, meta, model, ema, optimizer, keep):
+def save_checkpoint(out_dir, meta, model, ema, optimizer, keep, spared):
     """All ranks call this together. The first one gathers the weights one by one and writes them; AdamW's
-    moments, the largest part, are written by all ranks, each its share. The newest `keep` checkpoints stay.
+    moments, the largest part, are written by all ranks, each its share. The newest `keep` checkpoints stay,
+    and that of step `spared`.
     """
     name = f"step_{meta['step']:08d}"
     part = out_dir / f".{name}.part"
@@ -169,5 +168,6 @@ def save_checkpoint(out_dir, meta, model, ema, optimizer, keep):
         shutil.rmtree(out_dir / name, ignore_errors=True)
         os.replace(part, out_dir / name)
         for old in sorted(out_dir.glob(STEPS))[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            if old.name != f"step_{spared:08d}":
+                shutil.rmtree(old, ignore_errors=True)
     barrier()

@@ -22,6 +22,8 @@ import runpy
 import signal
 import sys
 import tempfile
+import textwrap
+import time
 import typing
 from pathlib import Path
 from types import NoneType
@@ -33,30 +35,47 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 class UserError(Exception):
     """A user's mistake; its message says what is wrong and what to type instead."""
 
+    exit_code = 2
+
+
+class RunError(UserError):
+    """What ends a run, in one line, without a mistake of the user's."""
+
+    exit_code = 1
+
 
 class Parser(argparse.ArgumentParser):
     """argparse for the scripts that take few flags; a mistake is a UserError."""
 
     def __init__(self, **kwargs):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
+        self.register("type", None, os.path.expanduser)  # where no type is given: no shell expands --out=~/x
 
     def error(self, message):
         raise UserError(f"{message} ({self.prog} -h lists the options)")
 
 
 def cli(main):
-    """Call main(); a UserError ends in one line on stderr (one per node under torchrun) and exit code 2."""
+    """Call main(). What the user can mend ends in one line on stderr: exit code 2 for a mistake, 1 for a full
+    disk or a missing compiler. Under torchrun each node's first rank says it; the others wait, since the
+    first rank to exit ends all."""
     try:
         main()
-    except UserError as error:
-        if "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
-            print("error: " + str(error).replace("\n", " "), file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES):
+    except (UserError, OSError, RuntimeError) as error:
+        full = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENAMETOOLONG
+        if getattr(error, "errno", None) in full:
+            error = RunError(f"{error}: make room, or choose another folder")
+        elif re.search(r"(No working|Failed to find) C(\+\+)? compiler|Python\.h: No such", str(error)):
+            error = RunError(
+                "no C++ compiler: apt install g++ python3-dev, or give --compile=false --kernel=torch"
+            )
+        elif not isinstance(error, UserError):
             raise
-        print(f"error: {error}: make room, or choose another folder", file=sys.stderr)
-        sys.exit(1)
+        if "RANK" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which torchrun ends them
+            time.sleep(10)
+        print("error: " + str(error).replace("\n", " "), file=sys.stderr)
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.tracebacklimit = 0
         raise KeyboardInterrupt("interrupted") from None
@@ -109,13 +128,14 @@ def configure(argv, *schemas, doc=None, default_file=None):
 
 
 def describe(*configs_and_origins):
-    """What configure returns, to print back: a line per file or 'flag', `where: name=value name=value`."""
+    """What configure returns, to print back: `where: name=value name=value` for each file, and for flags."""
     *configs, origins = configs_and_origins
     lines = {}
     for config in configs:
         for name, value in vars(config).items():
             lines.setdefault(origins[name], []).append(f"{name}={value}")
-    return "\n".join(f"{origin}: " + " ".join(lines[origin]) for origin in lines if origin != "default")
+    wrap = textwrap.TextWrapper(80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(wrap.fill(f"{o}: " + " ".join(lines[o])) for o in lines if o != "default")
 
 
 def check_name(name, types, where):

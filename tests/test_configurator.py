@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -12,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from configurator import Parser, UserError, configure, describe, output_folder, table
+from configurator import Parser, UserError, cli, configure, describe, output_folder, table
 
 METHODS = {"baseline": 1, "hc": 2, "mhar": 3}
 
@@ -135,7 +136,9 @@ def test_files_apply_in_order_and_flags_win(config):
         "default",
     ]
     assert run(b, a)[0].n_layer == 2
-    lines = describe(model, train, origins).split("\n")
+    lines = describe(model, train, origins).replace("\n  ", " ").split("\n")
+    long = describe(Model(), Train(), {n: b if n != "mix" else "flag" for n in vars(Model()) | vars(Train())})
+    assert len(long.split("\n")) > 2 and max(map(len, long.split("\n"))) <= max(80, len(b) + 20)
     assert {line.split(": ")[0] for line in lines} == {a, b, "flag"} and len(lines) == 3
     assert "flag: max_steps=7" in lines and f"{b}: n_layer=3 mix={{'x': 1.0}}" in lines
 
@@ -195,7 +198,10 @@ from configurator import UserError, cli
 def main():
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
     if sys.argv[1:]:
-        raise {"user": UserError("three\\nlines"), "bug": ValueError, "stop": KeyboardInterrupt}[sys.argv[1]]
+        raise {"user": UserError("three\\nlines"), "bug": RuntimeError, "stop": KeyboardInterrupt,
+               "full": OSError(28, "No space left"), "long": OSError(36, "Name too long"),
+               "gcc": RuntimeError("Failed to find C compiler. Please specify via CC"),
+        }[sys.argv[1]]
 cli(main)
 """
 
@@ -206,7 +212,14 @@ cli(main)
         ([], {}, 0, ""),
         (["user"], {}, 2, "error: three lines\n"),
         (["user"], {"RANK": "8", "LOCAL_RANK": "0"}, 2, "error: three lines\n"),
-        (["user"], {"RANK": "1", "LOCAL_RANK": "1"}, 2, ""),
+        (["full"], {}, 1, "error: [Errno 28] No space left: make room, or choose another folder\n"),
+        (["long"], {}, 1, "error: [Errno 36] Name too long: make room, or choose another folder\n"),
+        (
+            ["gcc"],
+            {},
+            1,
+            "error: no C++ compiler: apt install g++ python3-dev, or give --compile=false --kernel=torch\n",
+        ),
         (["user"], {"LOCAL_RANK": "1"}, 2, "error: three lines\n"),  # left over, not from torchrun
         (["bug"], {}, 1, None),
         (["stop"], {}, -signal.SIGINT, "KeyboardInterrupt: interrupted\n"),
@@ -219,6 +232,40 @@ def test_exit_codes(argv, rank, code, err):
     )
     assert done.returncode == code
     assert done.stderr == err if err is not None else done.stderr.startswith("Traceback")
+
+
+def test_ranks_that_end_together(tmp_path):
+    """The first rank's line appears, once, however late it comes."""
+    script = tmp_path / "late.py"
+    script.write_text(f"""import os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from configurator import RunError, cli
+def main():
+    time.sleep(1 if os.environ["LOCAL_RANK"] == "0" else 0)
+    raise RunError("loss nan")
+cli(main)
+""")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", script]
+    started = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("error: loss nan\n") == 1, done.stderr
+    assert time.monotonic() - started < 10
+
+
+def test_a_rank_that_ends_alone(monkeypatch, capsys):
+    """Its line appears, too, after a wait in which another rank could have said it."""
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "3")
+
+    def main():
+        raise UserError("only here")
+
+    with pytest.raises(SystemExit):
+        cli(main)
+    assert capsys.readouterr().err == "error: only here\n" and waits == [10]
 
 
 def test_parser_table_and_folder(tmp_path):

@@ -4,17 +4,25 @@ mistakes.
 python -m pytest tests/test_train.py
 """
 
+import builtins
+import errno
 import fcntl
 import gc
 import json
 import os
 import random
+import re
+import runpy
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from configurator import UserError
 
@@ -135,8 +143,8 @@ def same(a, b):
 @pytest.mark.parametrize("method", METHODS)
 def test_resume_is_exact(method, dataset, tmp_path):
     """12 steps equal 6 + 6 to the last bit, with the log cut off in a line of a step that the checkpoint has
-    not seen."""
-    flags = [*METHODS[method], "--ema_decay=0.9", "--batch_size=2"]
+    not seen; losses are means over 4 steps, or over 2 where a save cut them."""
+    flags = [*METHODS[method], "--ema_decay=0.9", "--batch_size=2", "--log_interval=4"]
     run(*flags, f"--out_dir={tmp_path}/a", dataset=dataset)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     shutil.rmtree(tmp_path / "b/step_00000012")
@@ -172,6 +180,30 @@ def test_a_setting_that_an_older_checkpoint_lacks_has_its_default(dataset, tmp_p
     wrong(["z_loss=0.0 there, 0.1 here"], "--z_loss=0.1", f"--out_dir={tmp_path}/a", dataset=dataset)
     run(f"--out_dir={tmp_path}/a", dataset=dataset)
     assert events(tmp_path / "a", "end")
+
+
+def test_a_stable_phase_goes_on(dataset, tmp_path):
+    """Ten steps of wsd's stable phase, continued by a decay in another folder or by more of the stable phase,
+    equal runs without a stop to the last bit; once the rate has fallen, neither is possible."""
+    wsd = ["--lr_schedule=wsd", "--warmup_steps=2", "--lr_decay_ratio=0"]
+    decay = [*wsd, "--max_steps=20", "--lr_decay_ratio=0.5"]
+    run(*wsd, "--max_steps=10", f"--out_dir={tmp_path}/stable", dataset=dataset)
+    run(*decay, "--keep_checkpoints=1", f"--out_dir={tmp_path}/whole", dataset=dataset)
+    assert sorted(p.name for p in (tmp_path / "whole").glob("step*")) == ["step_00000010", "step_00000020"]
+    shutil.copytree(tmp_path / "stable/step_00000010", tmp_path / "branch[1]/step_00000010")
+    run(*decay, f"--out_dir={tmp_path}/branch[1]", dataset=dataset)
+    steps, losses = numbers(tmp_path / "whole")
+    assert numbers(tmp_path / "branch[1]") == (steps[10:], losses[1:])
+    run(*wsd, "--max_steps=12", f"--out_dir={tmp_path}/stable", dataset=dataset)
+    run(*wsd, "--max_steps=12", f"--out_dir={tmp_path}/longer", dataset=dataset)
+    assert numbers(tmp_path / "stable")[0] == numbers(tmp_path / "longer")[0]
+    for a, b in (("whole", "branch[1]"), ("longer", "stable")):
+        assert same(weights(tmp_path / a), weights(tmp_path / b))
+        assert same(moments(tmp_path / a), moments(tmp_path / b))
+    words = ["another run (max_steps=20 there, 30 here; other learning rates up to step 20)"]
+    wrong(words, *decay, "--max_steps=30", f"--out_dir={tmp_path}/branch[1]", dataset=dataset)
+    flags = ["--max_steps=12", "--learning_rate=1e-3", f"--out_dir={tmp_path}/stable"]
+    wrong(["learning_rate=0.003 there, 0.001 here"], *wsd, *flags, dataset=dataset)
 
 
 def test_sigterm_saves(dataset, tmp_path):
@@ -212,6 +244,18 @@ def test_keeps_the_newest_and_starts_from_weights(dataset, tmp_path):
 
 
 # ---- ranks, micro-steps, precision -----------------------------------------------------------------------
+def test_a_part_of_torchrun_s_variables_counts_for_nothing(monkeypatch):
+    """Left over from a cluster, say: one process is one process, and trains on the whole batch."""
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    for left_out in [None, *variables]:
+        for name, value in variables.items():
+            monkeypatch.delenv(name, raising=False)
+            if name != left_out:
+                monkeypatch.setenv(name, value)
+        found = runpy.run_path(str(ROOT / "parallel.py"))
+        assert (found["rank"], found["world"]) == ((0, 1) if left_out else (1, 2)), left_out
+
+
 def test_any_split_gives_the_same_losses(dataset, tmp_path):
     """One process and two, averaging and FSDP, however the batch is cut into micro-steps; every method."""
     two = {f"{m} ddp 2x4": flags for m, flags in METHODS.items()}
@@ -256,7 +300,7 @@ parallel.leave()
 def test_resume_on_other_ranks(dataset, tmp_path):
     """12 steps on two ranks; 6 of them continued on one, two and four, EMA and micro-steps on; exact on as
     many ranks."""
-    flags = ["--ema_decay=0.9", "--batch_size=2"]
+    flags = ["--ema_decay=0.9", "--batch_size=2", "--log_interval=4"]
     fsdp = "--parallel=fsdp"
 
     def cut(source, target, *more):
@@ -384,6 +428,56 @@ def test_a_damaged_checkpoint_is_named(damage, dataset, tmp_path):
     assert numbers(tmp_path / "a") == before
 
 
+def test_a_full_disk_wherever_it_is_met(dataset, tmp_path, capsys, monkeypatch):
+    """The lock, the log, a checkpoint's folder, its last file and its rename: one line, exit code 1; the
+    checkpoint before stays, and the same command goes on from it."""
+    run(f"--out_dir={tmp_path}/a", dataset=dataset)
+    before, log = numbers(tmp_path / "a"), tmp_path / "a/log.jsonl"
+    shutil.rmtree(tmp_path / "a/step_00000012")
+    log.write_text(log.read_text().rpartition('{"event": "end"')[0])
+
+    def fails():
+        with pytest.raises(SystemExit) as caught:
+            train.cli(lambda: run(f"--out_dir={tmp_path}/a", dataset=dataset))
+        assert caught.value.code == 1
+        del caught
+        gc.collect()  # the frames in its traceback hold the lock on out_dir
+        assert re.search(r"error: .*No space left on device", capsys.readouterr().err)
+        assert [p.name for p in (tmp_path / "a").glob("step*")] == ["step_00000006"]
+
+    for file in (".lock", "log.part"):
+        (tmp_path / "a" / file).unlink(missing_ok=True)
+        (tmp_path / "a" / file).symlink_to("/dev/full")
+        fails()
+        (tmp_path / "a" / file).unlink()
+    places = (builtins, "open", "log.jsonl"), (Path, "mkdir", ".part"), (Path, "write_text", "meta.json")
+    for owner, name, file in (*places, (os, "replace", ".part")):
+        real = getattr(owner, name)
+
+        def full(path, *args, real=real, file=file, **kwargs):
+            if str(path).endswith(file):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(path, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            fails()
+    run(f"--out_dir={tmp_path}/a", dataset=dataset)
+    assert numbers(tmp_path / "a") == before
+
+
+def test_no_compiler(dataset, tmp_path):
+    """One line that says what to install, instead of torch's hundred."""
+    (tmp_path / "python").symlink_to(sys.executable)
+    command = [sys.executable, ROOT / "train.py", *arguments(["--compile=true"], dataset)]
+    env = {"PATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, f"--out_dir={tmp_path}/a"], env=os.environ | env, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "apt install g++" in done.stderr and "--compile=false" in done.stderr
+
+
 def test_a_log_without_its_checkpoints(dataset, tmp_path):
     """A run that died before its first save begins again; one that had saved is not overwritten."""
     run("--max_steps=6", f"--out_dir={tmp_path}/a", dataset=dataset)
@@ -392,10 +486,7 @@ def test_a_log_without_its_checkpoints(dataset, tmp_path):
     text = log.read_text().rpartition('{"event": "end"')[0]
     log.write_text(text)
     wrong(
-        ["has lost its checkpoints", "start over"],
-        "--max_steps=6",
-        f"--out_dir={tmp_path}/a",
-        dataset=dataset,
+        ["its checkpoints are not", "start over"], "--max_steps=6", f"--out_dir={tmp_path}/a", dataset=dataset
     )
     wrong(
         ["another run", "n_layer=2 there, 3 here"],
@@ -452,7 +543,8 @@ def test_a_damaged_log_keeps_its_other_lines(dataset, tmp_path):
     run(f"--out_dir={tmp_path}/a", dataset=dataset)
     before, log = numbers(tmp_path / "a"), tmp_path / "a/log.jsonl"
     lines = log.read_text().splitlines()
-    log.write_text("\n".join([*lines[:3], lines[3][:40], *lines[4:]]) + "\n")
+    damaged = [lines[3][:40], "\0\0\0", "5", "[1]", '"step"', "null", "{}", '{"event": "train"}', "NaN"]
+    log.write_text("\n".join([*lines[:3], *damaged, *lines[4:]]) + "\n")
     shutil.rmtree(tmp_path / "a/step_00000012")
     run(f"--out_dir={tmp_path}/a", dataset=dataset)
     steps, losses = numbers(tmp_path / "a")
@@ -491,7 +583,7 @@ for flags in {commands!r}:
         train.main()
         raise SystemExit("it trained")
     except train.UserError as error:
-        assert "the ranks do not see one" in str(error), error
+        assert "the ranks do not see the same" in str(error), error
 parallel.leave()
 """)
     launched(2, script)
@@ -519,6 +611,41 @@ def test_a_dead_rank_ends_the_others(dataset, tmp_path):
 
 
 # ---- what is logged --------------------------------------------------------------------------------------
+def test_train_losses_are_means(dataset, tmp_path, capsys):
+    """Since the line before, whatever the micro-step; final loss and tail mean are named."""
+    run(
+        "--max_steps=7", "--eval_interval=5", "--save_interval=99", f"--out_dir={tmp_path}/a", dataset=dataset
+    )
+    said = capsys.readouterr().out
+    val = [e["loss"] for e in events(tmp_path / "a", "val")]
+    end = f"done: final val {val[1]:.4f}, tail mean {np.mean(val):.4f} (last 2 evaluations)"
+    assert end in said and f" over 1 steps  val {val[0]:.4f} " in said
+    flags = ["--batch_size=2", "--eval_interval=5", "--save_interval=99", "--log_interval=3"]
+    run(*flags, "--max_steps=7", f"--out_dir={tmp_path}/b", dataset=dataset)
+    losses = [e["loss"] for e in events(tmp_path / "a", "train")]
+    want = {3: losses[:3], 5: losses[3:5], 6: losses[5:6], 7: losses[6:]}
+    got = {e["step"]: e["loss"] for e in events(tmp_path / "b", "train")}
+    assert got == pytest.approx({step: np.mean(part) for step, part in want.items()}, rel=1e-5)
+    assert f"train {np.mean(losses[3:5]):.4f} over 2 steps  val" in capsys.readouterr().out
+
+
+def test_80_columns(dataset, tmp_path, capsys, monkeypatch):
+    """Neither the header wraps nor the bar shrinks."""
+    terminal, end = os.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    monkeypatch.setattr(sys, "stderr", open(end, "w", encoding="utf-8"))
+    run("--max_steps=2", f"--out_dir={tmp_path}/a", dataset=dataset)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 10 and not [
+        x for x in lines if len(x) > 80 and not re.search("dataset=|out_dir=|run  ", x)
+    ]
+    said = os.read(terminal, 4096)
+    while not said.endswith(b"\n"):
+        said += os.read(terminal, 4096)
+    bar = said.decode().split("\r")[-2]
+    assert "2/2" in bar and "tok/s]" in bar and len(bar) <= 80 and len(bar.split("|")[1]) > 20, bar
+
+
 def test_log(dataset, tmp_path, capsys):
     run("--residual=delta", f"--out_dir={tmp_path}/a", dataset=dataset)
     kinds = [e["event"] for e in train.read_log(tmp_path / "a/log.jsonl")]
@@ -537,19 +664,53 @@ def test_log(dataset, tmp_path, capsys):
     assert end["val_tail_mean"] == pytest.approx(np.mean(losses)) and end["val_tail_count"] == 2
     said = capsys.readouterr().out
     for words in (
-        "388 of them of residual=delta",
+        "with the 388 of residual=delta",
         "256 tokens = 1 ranks",
-        "routing: torch (",
+        "routing     torch (",
         "weight decay 0.1",
     ):
         assert words in said, words
 
 
+def test_weights_and_biases(dataset, tmp_path, monkeypatch):
+    """A restart goes on with its run there; what wandb refuses, or a missing package, is one line."""
+    begun, flags = [], ["--wandb=project", f"--out_dir={tmp_path}/a"]
+
+    class Error(Exception):
+        pass
+
+    def init(**kwargs):
+        begun.append(kwargs)
+        if len(begun) == 3:
+            raise Error("api_key not configured")
+
+    fake = SimpleNamespace(init=init, log=lambda numbers, step: None, Error=Error)
+    fake.util = SimpleNamespace(generate_id=lambda: f"id {len(begun)}")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run(*flags, dataset=dataset)
+    for _ in range(2):
+        shutil.rmtree(tmp_path / "a/step_00000012", ignore_errors=True)
+        log = tmp_path / "a/log.jsonl"
+        log.write_text(log.read_text().rpartition('{"event": "end"')[0])
+        if len(begun) == 1:
+            run(*flags, dataset=dataset)
+        else:
+            wrong(["api_key not configured", "wandb login"], *flags, dataset=dataset)
+    assert [(b["id"], b["resume"], b["project"]) for b in begun] == 3 * [("id 0", "allow", "project")]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    wrong(["pip install wandb"], *flags, dataset=dataset)
+
+
 def test_schedules():
-    for kind, middle, late in (("cosine", 0.55, 0.1220), ("linear", 0.55, 0.19), ("wsd", 1.0, 0.55)):
+    for kind, middle, late in (("cosine", 0.55, 0.1220), ("linear", 0.55, 0.19), ("wsd", 1.0, 0.5091)):
         cfg = train.TrainConfig(lr_schedule=kind, warmup_steps=10, max_steps=110, learning_rate=1.0)
         rates = [train.learning_rate(cfg, step) for step in (0, 10, 60, 100)]
         assert rates == pytest.approx([0.1, 1.0, middle, late], abs=1e-3)
+    for ratio, begins in ((0.2, 88), (0.5, 55), (0.0, 110), (1.0, 10)):  # wsd: the share of max_steps
+        cfg = replace(cfg, lr_decay_ratio=ratio)
+        assert train.decay_start(cfg) == begins
+        rates = [train.learning_rate(cfg, step) for step in range(10, 110)]
+        assert [i + 10 for i, rate in enumerate(rates) if rate < 1] == list(range(begins + 1, 110))
 
 
 def test_weight_decay_groups():
@@ -590,6 +751,7 @@ def wrong(words, *flags, dataset):
     assert "\n" not in said
     for word in words:
         assert word in said, f"{word!r} not in {said}"
+    return said
 
 
 def test_mistakes(dataset, tmp_path, monkeypatch):
@@ -617,6 +779,7 @@ def test_mistakes(dataset, tmp_path, monkeypatch):
         f"--init_from={tmp_path}": ["is not a checkpoint"],
         "--param_dtype=bfloat16 --dtype=float32": ["param_dtype=bfloat16"],
         f"--out_dir={tmp_path}/file/x": ["--out_dir", "cannot be written to"],
+        "--out_dir=s3://bucket/a": ["--out_dir=s3:", "is a URL"],
         "--rope_scaling={'rope_type':'llama3'}": ["rope_scaling", "factor"],
     }.items():
         wrong(words, out, *flags.split(), dataset=dataset)
@@ -627,28 +790,68 @@ def test_mistakes(dataset, tmp_path, monkeypatch):
     shutil.copytree(dataset, tmp_path / "short")
     os.truncate(tmp_path / "short/train.bin", 5000)
     wrong(["train.bin", "truncated"], out, dataset=tmp_path / "short")
-    assert not (tmp_path / "new").exists()
+    assert not (tmp_path / "new").exists() and not Path("s3:").exists()
 
 
 def test_a_folder_that_holds_another_run(dataset, tmp_path):
+    """What differs, the data first and then the model, and a flag that starts the new run."""
     run("--max_steps=2", f"--out_dir={tmp_path}/a", dataset=dataset)
     here, other = ["--max_steps=2", f"--out_dir={tmp_path}/a"], tmp_path / "set"
+    words = "a holds another run (learning_rate=0.003 there, 0.001 here; other learning rates up to step 2)"
     wrong(
-        ["another run", "learning_rate=0.003 there", "--out_dir="],
-        *here,
-        "--learning_rate=1e-3",
-        dataset=dataset,
+        [words, f"--out_dir={tmp_path}/a_learning_rate=0.001"], *here, "--learning_rate=1e-3", dataset=dataset
     )
-    wrong(["residual=mhar there, hc here"], *here, "--residual=hc", dataset=dataset)
+    words = "another run (residual=mhar there, hc here; n_layer=2 there, 3 here; seed=42 there, 1 here)"
+    wrong([words], *here, "--seed=1", "--n_layer=3", "--residual=hc", dataset=dataset)
     wrong(["is another model", "ffn_dim=48 there, 64 here"], f"--init_from={tmp_path}/a", "--ffn_dim=64",
           f"--out_dir={tmp_path}/b", dataset=dataset)  # fmt: skip
     for file in ("train.bin", "val.bin"):
         shutil.copytree(
             header_changed(dataset, tmp_path / file, file, sha256="0" * 64), other, dirs_exist_ok=True
         )
-        wrong(["another run (other data"], *here, dataset=other)
+        words = (
+            f"another run (dataset={dataset} (other data) there, {other} here; residual=mhar there, hc here"
+        )
+        said = wrong([words], *here, "--residual=hc", dataset=other)
+    run("--residual=hc", "--max_steps=2", said.rpartition(" ")[2], dataset=other)  # as it proposes
     shutil.copytree(dataset, tmp_path / "moved")  # the same data elsewhere are the same run
     run(*here, dataset=tmp_path / "moved")
+    qwen = [header_changed(tmp_path / "moved", tmp_path / "q", tokenizer="qwen3")]
+    qwen += [header_changed(qwen[0], tmp_path / "qq", "val.bin", tokenizer="qwen3", sha256="1")]
+    wrong([f"another run (dataset={dataset} (other data) there"], *here, dataset=qwen[1])
+    flags = [f"--init_from={tmp_path}/a", f"--out_dir={tmp_path}/b"]
+    wrong(["is of tokenizer bytes", "--dataset= must be of bytes"], *flags, dataset=qwen[1])
+
+
+def test_the_default_folder(dataset, tmp_path, monkeypatch):
+    """A flag that makes another run has a folder of its own; one that does not goes on in the same."""
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        flag[2:].replace("=", " = ") for flag in TINY if "device" not in flag and "max_steps" not in flag
+    ]
+    Path("tiny.py").write_text("\n".join([*lines, "device = 'cpu'", "max_steps = 1"]))
+    shutil.copytree(dataset, "my data")
+    monkeypatch.setattr(sys.modules[__name__], "TINY", [])
+
+    def made(*flags, dataset="my data"):
+        before = set(os.listdir("out") if os.path.exists("out") else [])
+        run("tiny.py", *flags, dataset=dataset)
+        return sorted(set(os.listdir("out")) - before)
+
+    assert made() == ["tiny_mhar_dataset=my-data"]
+    assert made("--batch_size=2", "--eval_windows=1", "--compile=false") == []
+    assert made("--residual=baseline") == ["tiny_baseline_dataset=my-data"]
+    assert made("--max_steps=2", "--seed=1") == ["tiny_mhar_dataset=my-data_seed=1_max_steps=2"]
+    start = "--init_from=out/tiny_baseline_dataset=my-data/step_00000001"
+    name = "tiny_baseline_dataset=my-data_init_from=out-tiny_baseline_dataset-my-data-step_00000001"
+    assert made(start, "--residual=baseline") == [name]
+    assert made(start, "--residual=baseline", "--eval_interval=1") == []
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 64
+    long = made(
+        f"--rope_scaling={scaling}", *(f"--{k}=0.5" for k in ("beta1", "beta2", "z_loss", "grad_clip"))
+    )
+    assert re.fullmatch(r"[\w.=+-]{100,200}", long[0])
 
 
 def test_exit_codes(dataset, tmp_path):
@@ -664,6 +867,6 @@ def test_exit_codes(dataset, tmp_path):
     tensors = load_file(saved)
     tensors["layers.1.mlp.down_proj.weight"][:] = float("inf")
     save_file(tensors, saved)
-    with pytest.raises(SystemExit, match="step 7: loss nan.* checkpoints are from before"):
+    with pytest.raises(train.RunError, match="step 7: loss nan.* those of earlier steps"):
         run("--save_interval=1", f"--out_dir={tmp_path}/a", dataset=dataset)
     assert [p.name for p in (tmp_path / "a").glob("*step_*")] == ["step_00000006"]
