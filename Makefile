@@ -37,7 +37,7 @@ study: .venv/ready
 	  $(BIN)/python train.py $(CONFIG) $$flags --route_lr_scale=$$scale --n_kv_head=$$kv --learning_rate=$$rate --seed=$$seed $(EXTRA) \
 	    --out_dir=$(OUT)/$${method}_kv$${kv}_lr$${rate}_s$$seed; \
 	done; done; done; done
-	@for run in $(OUT)/attnres_*_s$(firstword $(SEEDS)) $(OUT)/mhar_*_s$(firstword $(SEEDS)); do \
+	@for run in $(OUT)/attnres_*_s$(firstword $(SEEDS)) $(OUT)/mhar_h[0-9]*_s$(firstword $(SEEDS)); do \
 	  ! ls -d $$run/step_* >/dev/null 2>&1 || $(BIN)/python probe.py $$run || exit; done  # some have lost their checkpoints
 	$(BIN)/python report.py $(OUT)/*_s[0-9]* --out_dir=$(OUT)/report $(if $(word 2,$(RATES)),--best)
 
