@@ -57,8 +57,7 @@ class Parser(argparse.ArgumentParser):
 
 def cli(main):
     """Call main(). What the user can mend ends in one line on stderr: exit code 2 for a mistake, 1 for a full
-    disk or a missing compiler. Under torchrun each node's first rank says it; the others wait, since the
-    first rank to exit ends all."""
+    disk or a missing compiler. Under torchrun, where the first exit ends all, a node's first rank says it."""
     try:
         main()
     except (UserError, OSError, RuntimeError) as error:
@@ -67,7 +66,7 @@ def cli(main):
             error = RunError(f"{error}: make room, or choose another folder")
         elif re.search(r"(No working|Failed to find) C(\+\+)? compiler|Python\.h: No such", str(error)):
             error = RunError(
-                "no C++ compiler: apt install g++ python3-dev, or give --compile=false --kernel=torch"
+                "no C++ compiler: apt install g++ python3-dev, or --compile=false --kernel=torch"
             )
         elif not isinstance(error, UserError):
             raise

@@ -36,6 +36,16 @@ def folder_name(name, settings):
     return "_".join([name, *(f"{k}={v}" for k, v in safe.items())])[:200]
 
 
+def check_same_run(out_dir, there, here, names, note):
+    """UserError if the settings called `names`, or the data, are not those of the run that out_dir holds."""
+    if any(there[k] != here[k] for k in ("sha256", "val_sha256")):
+        names, there = ["dataset", *names], there | {"dataset": f"{there['dataset']} (other data)"}
+    other, words = differences(there, here, names)
+    if other:
+        new = out_dir.parent / folder_name(out_dir.name, {k: here[k] for k in other[:4]})
+        raise UserError(f"{out_dir} holds another run ({words}{note}): start this one with --out_dir={new}")
+
+
 def claim(out_dir, state, device):
     """Make out_dir this run's alone, and check that all ranks start from the same `state` there. Returns its
     lock, which the system releases however the process ends. UserError, on all ranks."""

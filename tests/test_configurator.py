@@ -218,7 +218,7 @@ cli(main)
             ["gcc"],
             {},
             1,
-            "error: no C++ compiler: apt install g++ python3-dev, or give --compile=false --kernel=torch\n",
+            "error: no C++ compiler: apt install g++ python3-dev, or --compile=false --kernel=torch\n",
         ),
         (["user"], {"LOCAL_RANK": "1"}, 2, "error: three lines\n"),  # left over, not from torchrun
         (["bug"], {}, 1, None),
