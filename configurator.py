@@ -60,7 +60,10 @@ def cli(main):
     disk or a missing compiler. Under torchrun, where the first exit ends all, a node's first rank says it."""
     try:
         main()
-    except (UserError, OSError, RuntimeError) as error:
+    except Exception as error:
+        if "RANK" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun sends it when the first rank has ended
+            time.sleep(10)
         full = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENAMETOOLONG
         if getattr(error, "errno", None) in full:
             error = RunError(f"{error}: make room, or choose another folder")
@@ -70,9 +73,6 @@ def cli(main):
             )
         elif not isinstance(error, UserError):
             raise
-        if "RANK" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which torchrun ends them
-            time.sleep(10)
         print("error: " + str(error).replace("\n", " "), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:

@@ -253,7 +253,7 @@ cli(main)
 
 
 def test_a_rank_that_ends_alone(monkeypatch, capsys):
-    """Its line appears, too, after a wait in which another rank could have said it."""
+    """Its line, or its traceback, appears after a wait in which the first rank could have spoken."""
     waits = []
     monkeypatch.setattr(time, "sleep", waits.append)
     monkeypatch.setattr(signal, "signal", lambda *args: None)
@@ -266,6 +266,9 @@ def test_a_rank_that_ends_alone(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli(main)
     assert capsys.readouterr().err == "error: only here\n" and waits == [10]
+    with pytest.raises(ZeroDivisionError):
+        cli(lambda: 1 / 0)
+    assert waits == [10, 10]
 
 
 def test_parser_table_and_folder(tmp_path):
