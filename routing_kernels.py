@@ -360,7 +360,6 @@ def forward_intra(
     x = _row(X + m * D, col, k, K, live, "")
     u = _row(U + s * D, col, k, K, live, "")
     y = _row(V + s0 * D, col, k, K, live & (s0 < s), ".cg")
-    y_next = _row(V + (s0 + 1) * D, col, k, K, live & (s0 + 1 < s), ".cg")
     r_next = tl.load(R + s0, mask=s0 < s, other=0.0)
     if MERGE:
         lse = tl.load(PART_STAT + (m * H + h) * G + s - s0, mask=h_ok, other=0.0)
@@ -383,8 +382,8 @@ def forward_intra(
     else:
         acc = _combine(den, x, den * 0.0, x)
     for i in range(s0, s):
-        # The next two rows are fetched while this one is used.
-        y_after = _row(V + (i + 2) * D, col, k, K, live & (i + 2 < s), ".cg")
+        # The next row is fetched while this one is used; two ahead would cost more registers than they gain.
+        y_next = _row(V + (i + 1) * D, col, k, K, live & (i + 1 < s), ".cg")
         r_i = r_next
         r_next = tl.load(R + i + 1, mask=i + 1 < s, other=0.0)
         logit = _heads_dot(y, u) * r_i
@@ -393,7 +392,7 @@ def forward_intra(
         den = den * scale + p
         top = top_new
         acc = _combine(scale, acc, p, y)
-        y, y_next = y_next, y_after
+        y = y_next
     for q in tl.static_range(len(x)):
         ok, at = live & (q * W + k < K), OUT + m * D + col + q * W
         tl.store(at, (acc[q] / den[:, None]).to(OUT.dtype.element_ty), mask=ok)
@@ -530,7 +529,6 @@ def backward_intra(
     r = tl.load(R + (s0 // G * M + m) * G + s - s0)
     lse = tl.load(LSE + s * H, mask=h_ok, other=0.0)
     dh_next = _row(DH + (s + 1) * D, col, k, K, live & (s + 1 < s1), ".cg")
-    dh_after = _row(DH + (s + 2) * D, col, k, K, live & (s + 2 < s1), ".cg")
     lse_next = tl.load(LSE + (s + 1) * H, mask=h_ok & (s + 1 < s1), other=0.0)
     delta_next = tl.load(DELTA + (s + 1) * H, mask=h_ok & (s + 1 < s1), other=0.0)
     c = tl.zeros([HP], tl.float32)
@@ -553,9 +551,8 @@ def backward_intra(
         tl.store(LSE_T + s, lse, mask=h_ok)
         tl.store(DELTA_T + s, delta, mask=h_ok)
     for j in range(s + 1, last):
-        dh, lse, delta = dh_next, lse_next, delta_next  # the next two rows are fetched while this one is used
-        dh_next = dh_after
-        dh_after = _row(DH + (j + 2) * D, col, k, K, live & (j + 2 < s1), ".cg")
+        dh, lse, delta = dh_next, lse_next, delta_next
+        dh_next = _row(DH + (j + 1) * D, col, k, K, live & (j + 1 < s1), ".cg")
         lse_next = tl.load(LSE + (j + 1) * H, mask=h_ok & (j + 1 < s1), other=0.0)
         delta_next = tl.load(DELTA + (j + 1) * H, mask=h_ok & (j + 1 < s1), other=0.0)
         u = _row(U + j * D, col, k, K, live, "")
@@ -665,10 +662,11 @@ def _inter_config(D: int, H: int, dtype) -> dict:
 @cache
 def _intra_config(D: int, H: int, backward: bool) -> dict:
     K, HP = D // H, triton.next_power_of_2(H)
-    # One warp holds a row of up to 1536 columns, 8 to a thread and tile.
+    # One warp holds a row of up to 1536 columns, 8 to a thread and tile. Rows in between go faster in two warps
+    # (H200): forward 0.88 instead of 1.14 ms for 49 sites of 1,024 columns, where backward is better off in one.
     warps = min(16, triton.next_power_of_2(triton.cdiv(HP * K, 1536)))
     W = min(triton.next_power_of_2(K), max(8, 256 * warps // HP))
-    if backward and HP * K > 768:  # it holds more rows
+    if HP * K > (1024 if backward else 768):
         warps = min(16, 2 * warps)
     return dict(H=H, HP=HP, K=K, W=W, G=G, num_warps=warps, num_stages=1)
 
