@@ -38,8 +38,8 @@ def folder_name(name, settings):
 
 def check_same_run(out_dir, there, here, names, note):
     """UserError if the settings called `names`, or the data, are not those of the run that out_dir holds."""
-    if any(there[k] != here[k] for k in ("sha256", "val_sha256")):
-        names, there = ["dataset", *names], there | {"dataset": f"{there['dataset']} (other data)"}
+    if any(there.get(k) != here[k] for k in ("sha256", "val_sha256")):
+        names, there = ["dataset", *names], there | {"dataset": f"{there.get('dataset')} (other data)"}
     other, words = differences(there, here, names)
     if other:
         new = out_dir.parent / folder_name(out_dir.name, {k: here[k] for k in other[:4]})

@@ -126,6 +126,7 @@ def test_bad_flags(argv, words):
 def test_files_apply_in_order_and_flags_win(config):
     a = config("n_layer = 2  # small\nmax_steps = 5e3\n_half = 1 / 2\nlearning_rate = 1\nqk_norm = False")
     b = config('_n = 3\nn_layer = _n\nmix = {"x": 1.0}', "b.py")
+    assert run(config('out_dir = "~/x"', "c.py"))[1].out_dir == os.path.expanduser("~/x")
     model, train, origins = run("--max_steps=7", a, b)
     assert (model.n_layer, train.max_steps, train.mix, model.qk_norm) == (3, 7, {"x": 1.0}, False)
     assert type(train.learning_rate) is float

@@ -816,6 +816,11 @@ def test_a_folder_that_holds_another_run(dataset, tmp_path):
     run("--residual=hc", "--max_steps=2", said.rpartition(" ")[2], dataset=other)  # as it proposes
     shutil.copytree(dataset, tmp_path / "moved")  # the same data elsewhere are the same run
     run(*here, dataset=tmp_path / "moved")
+    meta = tmp_path / "a/step_00000002/meta.json"  # as convert_8b.py imports a model: of no data, at step 0
+    imported = json.loads(meta.read_text()) | {"step": 0, "data": {"dataset": None, "tokenizer": None}}
+    shutil.copytree(meta.parent, tmp_path / "imported/step_00000000")
+    (tmp_path / "imported/step_00000000/meta.json").write_text(json.dumps(imported))
+    wrong(["another run (dataset=None"], f"--out_dir={tmp_path}/imported", dataset=dataset)
     qwen = [header_changed(tmp_path / "moved", tmp_path / "q", tokenizer="qwen3")]
     qwen += [header_changed(qwen[0], tmp_path / "qq", "val.bin", tokenizer="qwen3", sha256="1")]
     wrong([f"another run (dataset={dataset} (other data) there"], *here, dataset=qwen[1])
