@@ -89,8 +89,8 @@ def load_model(path, device, weights="raw", dtype=None, kernel="auto"):
     """(model, meta) of a CKPT, ready for inference.
 
     weights: raw | ema. dtype: what it computes in; None: bfloat16 on CUDA, else float32. Matrices are cast to
-    it once, norms and routing keep the file's precision, so that the numbers are those of train.py's
-    evaluation. UserError for a CKPT without such weights.
+    it once; norms and routing are held in float32, in which they compute, so that the numbers are those of
+    train.py's evaluation. UserError for a CKPT without such weights.
     """
     ckpt, meta = read_meta(path)
     name = {"raw": "model.safetensors", "ema": "ema.safetensors"}[weights]
@@ -99,8 +99,7 @@ def load_model(path, device, weights="raw", dtype=None, kernel="auto"):
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     config = GPTConfig(**meta["model_config"])
     with torch.device("meta"):
-        model = GPT(config, choose_kernel(kernel, config, device, dtype)[0])
-        cast_matrices(model.to(getattr(torch, meta["train_config"]["param_dtype"])), dtype)
+        model = cast_matrices(GPT(config, choose_kernel(kernel, config, device, dtype)[0]), dtype)
     model.to_empty(device=device)
     load_weights(dict(model.named_parameters()), ckpt, name)
     return model.eval().requires_grad_(False), meta

@@ -29,6 +29,7 @@ from tqdm import tqdm
 from checkpoint import load_model, read_meta
 from model import GPT, RESIDUALS, GPTConfig
 from parallel import choose_device
+from sample import read_json
 
 ROUTING_FILE = "depth_routing.safetensors"  # in an exported folder
 TOKENIZER_FILES = ("tokenizer*", "special_tokens*", "added_tokens*", "vocab.json", "merges.txt",
@@ -49,16 +50,15 @@ COMPUTED = {"hidden_act": ["silu"], "attention_bias": [False], "mlp_bias": [None
 def read_config(folder):
     """(config.json without routing, GPTConfig) of a folder. UserError for what model.py does not compute."""
     file = folder / "config.json"
-    if not file.is_file():
+    if not (content := read_json(file)):
         raise UserError(f"no {file}: get a model with `hf download NAME --local-dir {folder}`")
-    content = json.loads(file.read_text())
-    if content.get("model_type") == "delta_routed":
+    kind = content.get("model_type")
+    if kind == "delta_routed":
         return content["plain"], GPTConfig(**content["model_config"])
     try:
         from transformers import AutoConfig
     except ImportError:
         raise UserError("transformers is not installed: pip install 'transformers>=5'") from None
-    kind = content.get("model_type")
     if kind not in ("llama", "qwen3"):
         raise UserError(f"{file}: model_type={kind} cannot be converted, only llama and qwen3 can")
     c = AutoConfig.from_pretrained(folder).to_dict()  # with defaults for what is not set
@@ -87,9 +87,8 @@ def hf_name(name):
 
 def stored_tensors(folder, name="model.safetensors"):
     """{name: tensor} of a safetensors file or of the shards in its index, each memory-mapped by itself."""
-    index, files, tensors = folder / f"{name}.index.json", [name], {}
-    if index.exists():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    index, tensors = read_json(folder / f"{name}.index.json"), {}
+    files = sorted({*index["weight_map"].values()}) if index else [name]
     try:
         for file in files:
             names = safe_open(folder / file, "pt").keys()
@@ -121,7 +120,7 @@ def save_tensors(folder, tensors, dtype=None):
 @contextmanager
 def new_folder(path):
     """A folder to write into, which becomes `path` when all is on disk and is removed after an error."""
-    path = Path(path).expanduser()
+    path = Path(path)
     part = path.with_name(f".{path.name}.part")
     for folder in (path, part):
         if folder.exists():
@@ -129,15 +128,18 @@ def new_folder(path):
     output_folder(part, "DST")
     try:
         yield part
+        for file in part.iterdir():
+            file.chmod(part.stat().st_mode & 0o666)  # safetensors keeps its files to the owner
         os.sync()
         part.rename(path)
-    except (OSError, SafetensorError) as error:  # a full disk
+    except SafetensorError as error:  # a full disk
         raise UserError(f"{path} cannot be written: {error}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
 # ---- commands ----
+@torch.no_grad()
 def import_(args):
     src = Path(args.src)
     content, config = read_config(src)
@@ -153,8 +155,7 @@ def import_(args):
         except ValueError as error:
             raise UserError(error) from error
         residual = RESIDUALS[config.residual](config)
-        with torch.no_grad():  # delta: gates are closed
-            residual.init_weights(config, None)
+        residual.init_weights(config, None)  # delta: gates are closed
         stored |= {f"residual.{name}": p.detach() for name, p in residual.named_parameters()}
 
     with torch.device("meta"):
@@ -170,10 +171,10 @@ def import_(args):
         raise UserError(f"{src}: config.json ties lm_head.weight to the embedding, but they differ")
     tensors = {name: stored.pop(hf_name(name)) for name, _ in model.named_parameters()}
 
-    dtype = str(tensors["embed.weight"].dtype).removeprefix("torch.")
-    meta = {"step": 0, "model_config": asdict(config), "train_config": {"param_dtype": dtype},
-            "params": model.parameter_counts(), "data": {"dataset": None, "tokenizer": None},
-            "origin": {"source": str(src.absolute()), "config": content}}  # fmt: skip
+    generation = read_json(src / "generation_config.json")  # may name further end ids
+    origin = {"source": str(src.absolute()), "config": content, "generation_config": generation}
+    meta = {"step": 0, "model_config": asdict(config), "train_config": {}, "origin": origin,
+            "params": model.parameter_counts(), "data": {"dataset": None, "tokenizer": None}}  # fmt: skip
     with new_folder(args.dst) as part:
         save_tensors(part, tensors)
         (part / "meta.json").write_text(json.dumps(meta, indent=1))

@@ -140,9 +140,8 @@ class Checkpoint(TemplateLM):
         asked = defaultdict(list)  # input: the numbers of its pairs
         for i, (context, answer) in enumerate(pairs):
             if not 0 < len(answer) <= T:
-                raise UserError(
-                    f"{what}: an answer of {len(answer)} tokens, not 1 to block_size={T}: omit it"
-                )
+                item = f"an answer of {len(answer)} tokens to {self.text.decode(context[-50:])!r}"
+                raise UserError(f"{what}: {item}, not 1 to block_size={T}: omit it")
             ids = (*context, *answer)
             self.notes[CUT] += len(ids) > T + 1
             asked[ids[-T - 1 : -1]].append(i)
@@ -228,8 +227,9 @@ def held_out(ckpt, val, windows, limit):
         nats[i] = -logp.sum(), len(logp)
         bits[i] = -logp[spelt > 0].sum() / math.log(2), int(spelt.sum())
     loss, bits = Measure(nats, unit="nats per token"), Measure(bits, unit="bits per byte")
+    found = {"loss": loss, "perplexity": perplexity(loss), "bits per byte": bits}
     title = f"held out, {windows}" + " windows" * (windows != "documents")
-    return {f"{title}: loss": loss, f"{title}: perplexity": perplexity(loss), f"{title}: bits per byte": bits}
+    return {f"{title}: {key}": measure for key, measure in found.items()}
 
 
 def token_bytes(name):
@@ -286,12 +286,9 @@ def paper_protocol(ckpt, rows, limit):
     pairs = [(context[-max(1, 512 - len(answer)) :], answer) for context, answer in pairs]
     means = iter([logp.mean() for logp, _ in ckpt.score(pairs, "HellaSwag")])
     hellaswag = [np.argmax([next(means) for _ in item["endings"]]) == int(item["label"]) for item in items]
-    return {
-        "paper's protocol: WikiText-2 loss": wikitext,
-        "paper's protocol: WikiText-2 perplexity": perplexity(wikitext),
-        "paper's protocol: LAMBADA accuracy": accuracy(lambada),
-        "paper's protocol: HellaSwag accuracy": accuracy(hellaswag),
-    }
+    found = {"WikiText-2 loss": wikitext, "WikiText-2 perplexity": perplexity(wikitext)}
+    found |= {"LAMBADA accuracy": accuracy(lambada), "HellaSwag accuracy": accuracy(hellaswag)}
+    return {f"paper's protocol: {key}": measure for key, measure in found.items()}
 
 
 # ---- lm-evaluation-harness ----
@@ -394,12 +391,7 @@ def arguments():
     add("--dataset", help="a name under data/ or a folder [what the checkpoint was trained on]")
     add("--protocol", choices=["paper", "full"], help="Table 2: the paper's samples, or the harness's tasks")
     add("--protocol_data", help="a folder with wikitext, lambada, hellaswag (.jsonl, .parquet) [the hub]")
-    add(
-        "--tasks",
-        type=lambda text: text.split(","),
-        default=[],
-        help=f"of the harness, with commas; {', '.join(PAPER)} with the paper's shots",
-    )
+    add("--tasks", default="", help=f"of the harness, with commas; the paper's shots for {', '.join(PAPER)}")
     add("--num_fewshot", type=int, help="shots for all tasks [the paper's, or the task's own]")
     add("--include_path", help="a folder with task files of your own")
     add("--run_code", action="store_true", help="consent to run code that the model wrote (humaneval, mbpp)")
@@ -413,7 +405,7 @@ def arguments():
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps [%(default)s]")
     add("--dtype", choices=["float32", "bfloat16"], help="of compute [bfloat16 on CUDA, else float32]")
     args = parser.parse_args()
-    args.tasks = args.tasks + FULL * (args.protocol == "full")
+    args.tasks = [*filter(None, args.tasks.split(",")), *FULL * (args.protocol == "full")]
     if not args.tasks and not args.protocol:
         args.windows = args.windows or 200
     args.out = Path(args.out or f"out/eval/{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}.json")
@@ -461,13 +453,13 @@ def main():
             if m is not other and m.items and m.items.keys() == other.items.keys():
                 pair = {"first": first, "this": ckpt.path, "measure": key}
                 report["comparisons"].append(pair | compare(other, m))
-        args.out.write_text(json.dumps(report, default=str))  # after each: hours are not lost
+        part = args.out.with_name(f".{args.out.name}.part")
+        part.write_text(json.dumps(report, default=str))  # after each: hours are not lost
+        part.replace(args.out)
 
-    head = ["", "items", *measures]
-    rows = []
-    for key, m in measures[first].items():
-        rows.append([key, len(m.items) or "", *(found[key] for found in measures.values())])
-    print("\n" + table(head, rows))
+    found = measures.values()
+    rows = [[key, len(m.items) or "", *(its[key] for its in found)] for key, m in measures[first].items()]
+    print("\n" + table(["", "items", *measures], rows))
     for c in report["comparisons"]:
         print(f"{c['this']} against {first}, {c['measure']}: {c['words']}")
     print(f"\n{args.out} holds these numbers and the outcome of every item")

@@ -54,10 +54,8 @@ class Settings:
     def __post_init__(self):
         if not all(isinstance(share, int | float) and share > 0 for share in self.shares.values()):
             raise ValueError(f"shares={self.shares}: needs numbers above 0, like {{'stdlib': 60, 'my/': 40}}")
-        if self.workers < 0:
-            raise ValueError(f"workers={self.workers} must be 0 or more")
-        if self.size is not None and self.size <= 0 or not 0 < self.val_fraction <= 1:
-            raise ValueError("size must be above 0, val_fraction above 0 and at most 1")
+        if self.size is not None and self.size <= 0 or not 0 < self.val_fraction <= 1 or self.workers < 0:
+            raise ValueError("needs size above 0, val_fraction above 0 and at most 1, workers 0 or more")
         if self.shares and self.source != "stdlib":
             raise ValueError(f"source={self.source} and shares: give one of them")
         if (self.shares or self.source != "stdlib") and self.out_dir is self.inspect is None:
@@ -75,7 +73,7 @@ def first_line(error):
 
 
 def find_files(source):
-    """[(path or URL, bytes, time of change)] of a comma list's files, sorted. UserError if there are none."""
+    """[(path or URL, bytes, time of change)] of a comma list's files, sorted; UserError if there are none."""
     import fsspec
 
     files = {}
@@ -113,6 +111,7 @@ def hub_urls(source):
     from huggingface_hub import HfApi
 
     name, _, config = source.removeprefix("hub:").partition(":")
+    name = os.path.expanduser(name)
     try:
         if not os.path.isdir(name):
             HfApi().auth_check(name, repo_type="dataset")  # fails at once where the next call would retry
@@ -236,6 +235,7 @@ def encode_source(files, settings):
 # ---- the dataset
 
 SPLITS = ("train", "val")
+COLUMNS = ["documents", "tokens", "bytes"]  # of a count
 
 
 def prepare(settings):
@@ -265,38 +265,41 @@ def prepare(settings):
 
 def make(sources, shares, recipe, settings, out):
     tokenizer = load_tokenizer(settings.tokenizer)  # now, or each thread would load it
-    unit = (settings.size or np.inf) / sum(shares.values())
+    column = COLUMNS.index(settings.share_of)
+    unit = (settings.size or np.inf) / sum(shares.values())  # of text, for a share of 1
     if settings.shares and not settings.size:  # the scarcest source decides how large the mix is: count first
         with open(os.devnull, "wb") as nowhere:
-            amounts = [append(name, sources[name], np.inf, [nowhere] * 2, settings)[0] for name in shares]
-        unit = min(amount / share for amount, share in zip(amounts, shares.values()))
+            for name, share in shares.items():
+                train, _ = append(name, sources[name], unit * share, [nowhere] * 2, settings)
+                unit = min(unit, train[column] / share)
 
     # keep the sources that an interrupted run of the same recipe has finished
     folder = out / "prepare_data.unfinished"
     folder.mkdir(exist_ok=True)
-    record, counts = (
-        folder / "finished.json",
-        {},
-    )  # {source: [documents, tokens, bytes of text] of each split}
-    if record.exists() and (finished := json.loads(record.read_text()))["recipe"] == recipe:
-        counts = finished["counts"]
-    files = [open(folder / f"{split}.bin", "r+b" if counts else "wb") for split in SPLITS]
+    record = folder / "finished.json"  # {recipe: {source: a count for each split}}
+    counts = json.loads(record.read_text()).get(recipe, {}) if record.exists() else {}
+    files = [open(folder / f"{split}.bin", "ab") for split in SPLITS]
     for i, file in enumerate(files):
-        file.seek(file.truncate(HEADER_BYTES + 4 * sum(count[i][1] for count in counts.values())))
-    for name in [name for name in shares if name not in counts]:
-        target = unit * shares[name]
-        target = int(target) if target < np.inf else target  # rounding must not ask for more than there is
-        _, counts[name] = append(name, sources[name], target, files, settings)
-        for file in files:
-            file.flush()
-            os.fsync(file.fileno())
-        record.with_suffix(".tmp").write_text(json.dumps({"recipe": recipe, "counts": counts}))
-        os.replace(record.with_suffix(".tmp"), record)
-
+        file.truncate(HEADER_BYTES + 4 * sum(count[i][1] for count in counts.values()))
+    scarcest = ""
+    for name, share in shares.items():
+        target = np.floor(unit * share)  # rounding must not ask for more than there is
+        if name not in counts:
+            counts[name] = append(name, sources[name], target, files, settings)
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
+            record.with_suffix(".tmp").write_text(json.dumps({recipe: counts}))
+            os.replace(record.with_suffix(".tmp"), record)
+        if (amount := counts[name][0][column]) < target < np.inf:
+            unit = amount / share  # the others are read as far as it takes to find the scarcest
+            scarcest = f"{name} has only {amount:,} {settings.share_of} for the train split"
+    if scarcest:
+        raise UserError(f"{scarcest}: lower --size to {int(unit * sum(shares.values()))}, or omit it")
     if not any(val[0] for _, val in counts.values()):
         raise UserError(
-            f"the val split would be empty: at val_fraction={settings.val_fraction} no document has its hash "
-            "there; give more documents, or --val_protocol=paper --val_fraction=1 (val = train)"
+            f"the val split would be empty at val_fraction={settings.val_fraction}: give more documents, or "
+            "--val_protocol=paper --val_fraction=1 (val = train)"
         )
     for i, file in enumerate(files):
         file.close()
@@ -310,11 +313,11 @@ def make(sources, shares, recipe, settings, out):
 
 def append(name, files, target, outputs, settings):
     """Append the documents of a source to train's and val's file, until its train text reaches the target.
-    Returns (amount of train text, [documents, tokens, bytes of text] of both splits)."""
-    counts, column = np.zeros((2, 3), np.int64), 1 if settings.share_of == "tokens" else 2
+    Returns what was appended to each: [documents, tokens, bytes of text]."""
+    counts, column = np.zeros((2, 3), np.int64), COLUMNS.index(settings.share_of)
     left_out = replaced = 0
-    total, unit = target if target < np.inf else None, f" {settings.share_of}"
-    with tqdm(None, name[-40:], total, file=sys.stdout, mininterval=1, unit=unit, unit_scale=True) as bar:
+    how = dict(file=sys.stdout, mininterval=1, unit=f" {settings.share_of}", unit_scale=True)
+    with tqdm(None, name[-40:], target, **how) as bar:
         for ids, val, size, has_replacement in encode_source(files, settings):
             if counts[0, column] >= target:
                 break
@@ -325,17 +328,16 @@ def append(name, files, target, outputs, settings):
                     outputs[i].write(ids)
                     counts[i] += 1, len(ids), size
             bar.update(min(counts[0, column], target) - bar.n)
-    amount = int(counts[0, column])
+    amount = counts[0, column]
     if left_out:
         print(f"{name}: {left_out:,} empty or binary documents left out")
     if replaced:
         print(f"{name}: {replaced:,} documents hold U+FFFD, as where bytes are not UTF-8")
-    if not amount or amount < target < np.inf:
-        lower = f"lower --size to {int(settings.size * amount / target)}, or omit it" if amount else "omit it"
-        raise UserError(f"{name} has only {amount:,} {settings.share_of} for the train split: {lower}")
+    if not amount:
+        raise UserError(f"{name} has no text for the train split: omit it")
     if amount > 1.01 * target:
         print(f"{name}: {amount:,} {settings.share_of} instead of {target:,.0f}: its last document is long")
-    return amount, counts.tolist()
+    return counts.tolist()
 
 
 def inspect(path):

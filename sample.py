@@ -64,10 +64,10 @@ def load_text(ckpt, meta, tokenizer=None, prefix_token="auto"):
     origin, imported = meta.get("origin"), meta["data"]["dataset"] is None
     name, ends = tokenizer, []
     if origin:
-        source = Path(origin["source"])
-        if imported and (source / "tokenizer.json").is_file():
-            name = name or str(source / "tokenizer.json")
-        for config in (origin["config"], read_json(source / "generation_config.json")):
+        own = Path(origin["source"], "tokenizer.json")
+        if imported and own.is_file():
+            name = name or str(own)
+        for config in (origin["config"], origin.get("generation_config", {})):
             end = config.get("eos_token_id")
             ends += end if isinstance(end, list) else [] if end is None else [end]
     name = name or meta["data"]["tokenizer"]
@@ -100,18 +100,20 @@ def named_text(name):
 def json_text(path):
     """The Text of a Hugging Face tokenizer.json or the folder it is in."""
     path = path / "tokenizer.json" if path.is_dir() else path
-    if not path.is_file():
-        raise UserError(f"--tokenizer={path} is neither a tokenizer.json nor one of {NAMES}")
     try:
         from tokenizers import Tokenizer
-    except ImportError as error:
-        raise UserError(f"the package that reads {path} is not installed: pip install tokenizers") from error
-    t = Tokenizer.from_file(str(path))
+
+        t = Tokenizer.from_file(str(path))
+    except Exception as error:  # no such file or package, or a file of another kind
+        raise UserError(f"{path} is neither a tokenizer.json ({error}) nor one of {NAMES}") from error
+    t.no_truncation()  # which the file may ask for
+    t.no_padding()
     eos = read_json(path.with_name("tokenizer_config.json")).get("eos_token")
     eos = t.token_to_id(eos["content"] if isinstance(eos, dict) else eos) if eos else None
     plain, whole = lambda text: t.encode(text, add_special_tokens=False).ids, t.encode("a").ids
-    bos = whole[0] if whole[1:] == plain("a") else None  # what the tokenizer itself puts before a text
-    return Text(str(path), plain, t.decode, t.get_vocab_size(), bos, [eos] if eos is not None else [])
+    bos = whole[0] if whole[:1] != plain("a")[:1] else None  # what the tokenizer itself puts before a text
+    n_ids = 1 + max(t.get_vocab().values())  # some leave out numbers
+    return Text(str(path), plain, t.decode, n_ids, bos, [eos] if eos is not None else [])
 
 
 def read_json(path):
@@ -217,7 +219,7 @@ def main():
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("ckpt", metavar="CKPT", help="a checkpoint, or a run's folder")
-    add("--prompt", default="def ", help="text to go on from; empty: a new document [%(default)r]")
+    add("--prompt", type=str, default="def ", help="text to go on from; empty: a new document [%(default)r]")
     add("--max_new_tokens", type=int, default=200, help="with the prompt at most block_size [%(default)s]")
     add("--temperature", type=float, default=0.7, help="0 takes the likeliest token [%(default)s]")
     add("--top_k", type=int, default=0, help="draw from the k likeliest; 0: from all [%(default)s]")
@@ -246,10 +248,9 @@ def main():
             print(said[len(shown) :], end="", flush=True)
             shown = said
     if args.num_samples > 1:
-        print(args.prompt, end="")
-        for i, new in enumerate(drawn, 1):
-            print(f"\n--- {i}\n{text.continuation(prompt, new)}", end="")
-    print()
+        texts = [text.continuation(prompt, new) for new in drawn]
+        said = args.prompt + "".join(f"\n--- {i}\n{new}" for i, new in enumerate(texts, 1))
+    print(said[len(shown) :])
 
 
 if __name__ == "__main__":

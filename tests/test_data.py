@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import unicodedata
@@ -313,7 +314,7 @@ def test_what_is_in_a_folder(tmp_path, capsys):
         assert len(documents(make(tmp_path / name, tmp_path / f"{i}", **everything) / "train.bin")) == 1
     refused("'.*docx': no file found that ends in .txt", folder / "d.docx", tmp_path / "no")
     refused("'nowhere': no file found", f"{tmp_path}/my*/*,nowhere", tmp_path / "no")
-    refused("has only 0 tokens.*omit it", folder / "binary.txt", tmp_path / "no")
+    refused("has no text.*omit it", folder / "binary.txt", tmp_path / "no")
 
 
 def test_bad_tables(tmp_path):
@@ -343,7 +344,7 @@ def test_small_corpora_and_the_papers_validation(tmp_path):
     make(jsonl(tmp_path / "three.jsonl", texts), tmp_path / "three", val_fraction=0.5)
     one = jsonl(tmp_path / "one.jsonl", texts[:1])
     refused("val split would be empty.*val_protocol=paper", one, tmp_path / "one", val_fraction=1e-9)
-    refused("has only 0 tokens for the train split", one, tmp_path / "all", val_fraction=1)
+    refused("has no text for the train split", one, tmp_path / "all", val_fraction=1)
     out = make(one, tmp_path / "same", val_fraction=1, val_protocol="paper")
     assert splits(out) == [texts[:1], texts[:1]]
     many, outs = jsonl(tmp_path / "many.jsonl", articles(200)), []
@@ -416,10 +417,42 @@ def test_shares_that_cannot_be_met(tmp_path, capsys):
         mix(a, b, size=1e6)
     with pytest.raises(UserError, match="share a file: .*a.jsonl"):
         mix(a, f"{tmp_path}/[ab].jsonl")
-    with pytest.raises(UserError, match="empty.jsonl has only 0 tokens"):
+    with pytest.raises(UserError, match="empty.jsonl has no text"):
         mix(a, empty)
     mix(a, long, size=10_000)
     assert "instead of 5,000: its last document is long" in capsys.readouterr().out
+
+
+def test_the_scarcest_source_decides(tmp_path):
+    """Wherever it stands in a mix, in any unit and when asked again, the advice holds for all sources."""
+    lengths = {"plenty": 3000, "scarcest": 200, "scarce": 500}
+    sources = {name: jsonl(tmp_path / f"{name}.jsonl", articles(n)) for name, n in lengths.items()}
+    for share_of, order in (("tokens", "plenty scarcest scarce"), ("bytes", "scarce plenty scarcest")):
+        shares = {sources[name]: {"plenty": 1, "scarcest": 1.5, "scarce": 3}[name] for name in order.split()}
+        how = dict(shares=shares, share_of=share_of, out_dir=f"{tmp_path}/{share_of}")
+        for _ in range(2):
+            with pytest.raises(UserError, match=f"scarcest.jsonl has only .* {share_of} ") as said:
+                prepare(Settings(size=1e6, **how))
+        size = int(re.search(r"lower --size to (\d+)", str(said.value))[1])
+        with pytest.raises(UserError, match="scarcest.jsonl has only"):
+            prepare(Settings(size=size * 1.01, **how))
+        assert not list(Path(how["out_dir"]).glob("*.bin"))
+        assert (
+            data.open_bin(prepare(Settings(size=size, **how)) / "train.bin").header["sources"].keys()
+            == shares.keys()
+        )
+
+
+def test_a_full_disk(tmp_path):
+    """One line; no dataset is there; and with room again the same command goes on."""
+    source = jsonl(tmp_path / "a.jsonl", articles(3000))
+    command = [sys.executable, ROOT / "prepare_data.py", f"--source={source}", f"--out_dir={tmp_path}/out"]
+    shell = ["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *map(str, command)]  # KiB of a file
+    done = subprocess.run(shell, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert "make room" in done.stderr and not list((tmp_path / "out").glob("*.bin"))
+    again = make(source, tmp_path / "out")
+    assert content(again) == content(make(source, tmp_path / "new")) and len(os.listdir(again)) == 3
 
 
 def test_wrong_settings():

@@ -5,6 +5,7 @@
 import json
 import math
 import os
+import resource
 import runpy
 import subprocess
 import sys
@@ -137,10 +138,11 @@ def test_answers_are_encoded_with_their_context(tmp_path):
     merge = lambda words: [ids[word] for word in words.replace("f( )", "f()").split()]
     plain = lambda text: [0, *merge(text.replace("f()", "f( )"))]
     ckpt = opened(save(drawn(), tmp_path / "a"))
-    ckpt.text = Text("stub", plain, None, 257, None, [256], 256)
+    words = lambda drawn: " ".join([*ids][i] for i in drawn)
+    ckpt.text = Text("stub", plain, words, 257, None, [256], 256)
     assert ckpt._encode_pair("call", " g") == ([0, 1], [4])  # apart from its context it is [0, 4]
     assert ckpt._encode_pair("call ", "g") == ([0, 1], [4])
-    with pytest.raises(UserError, match="an answer of 0 tokens"):
+    with pytest.raises(UserError, match="an answer of 0 tokens to '␣ call f\\(', not 1"):
         ckpt.loglikelihood([instance("loglikelihood", "call f(", ")")], disable_tqdm=True)
 
 
@@ -374,6 +376,26 @@ def test_tasks_as_the_harness_defines_them(tmp_path, dataset, capsys):
 
 
 # ---- mistakes ----
+def test_the_file_of_numbers(tmp_path, dataset, monkeypatch):
+    """`~` is the home folder, in every flag; a full disk leaves no half of it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = save(drawn(), tmp_path / "a", dataset)
+    (tmp_path / "data").symlink_to(dataset)
+    monkeypatch.setattr(
+        sys, "argv", ["eval.py", path, "--dataset=~/data", "--out=~/new/x.json", "--device=cpu"]
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # bytes of a file
+    try:
+        with pytest.raises(OSError, match="too large"):
+            evaluation.main()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.glob("new/*.json"))
+    evaluation.main()
+    assert json.loads((tmp_path / "new/x.json").read_text())["checkpoints"]
+
+
 def test_mistakes(tmp_path, dataset):
     tasks = f"--include_path={task_files(tmp_path / 'tasks')}"
     good = save(drawn(), tmp_path / "good", dataset)

@@ -1,6 +1,5 @@
 """Generation: the KV cache against the uncached model, what is drawn, tokenizers, the command line."""
 
-import json
 import sys
 
 from configurator import UserError
@@ -118,9 +117,27 @@ def test_an_imported_model(tmp_path, say):
     new = whole.split()[2:]
     assert whole.startswith("w1 b w") and len(new) == 20 and run(f"--tokenizer={src}") == whole
     ends = [300, words.index("▁" + new[5])]
-    (src / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    assert run().split()[2:] == new[:5]
+    origin["generation_config"] = {"eos_token_id": ends}  # known wherever the model's folder is by now
+    path = save(model(), tmp_path / "d", tokenizer=None, origin=origin | {"source": "moved"})
+    assert run(f"--tokenizer={src}").split()[2:] == new[:5]
 
     trained = sample.load_text(*sample.read_meta(save(model(), tmp_path / "c", "mine", origin=origin)))
     assert (trained.name, trained.eot, trained.stops) == ("bytes", 256, [256, 1, *ends])
     assert sample.named_text("qwen3").stops == [151_645, 151_643]
+
+
+def test_a_tokenizer_json(tmp_path):
+    """Its file may ask for truncation and padding, put an end behind a text too, and leave out numbers."""
+    t = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3, "far": 9}, unk_token="a"))
+    t.pre_tokenizer = pre_tokenizers.Whitespace()
+    t.enable_truncation(3)
+    t.enable_padding(length=6)
+    for template, bos in (("<s> $A </s>", 0), ("$A </s>", None), ("$A", None)):
+        t.post_processor = processors.TemplateProcessing(template, None, [("<s>", 0), ("</s>", 1)])
+        t.save(str(tmp_path / "tokenizer.json"))
+        text = sample.json_text(tmp_path)
+        assert (text.plain("a b a b far"), text.plain(""), text.plain("b")) == ([2, 3, 2, 3, 9], [], [3])
+        assert (text.bos, text.n_ids) == (bos, 10)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="is neither a tokenizer.json"):
+        sample.json_text(tmp_path)
