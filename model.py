@@ -13,7 +13,7 @@ vocabulary rows.
 import math
 import re
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Literal
 
 import torch
@@ -76,93 +76,212 @@ class AdditiveMemory:
 
 
 class HyperConnections(Additive):
-    """n parallel streams, mixed around every sublayer (Zhu et al. 2024, arXiv 2409.19606, section 2).
+    """n parallel streams, mixed around every sublayer (Zhu et al. 2024, arXiv 2409.19606, section 2); static.
 
-    Sublayer k reads h = sum_j A_m[j] x_j of streams x_1..x_n, writes x_i <- sum_j A_r[j, i] x_j + B[i] f.
-    Dynamic (DHC) adds s * tanh(RMSNorm(x_j) W) to each coefficient, per token; all coefficients are fp32.
-    Start: A_m one-hot (stream k mod n), A_r = I, B = 1, W = 0, s = 0.01: every stream is the baseline's.
+    A sublayer reads h = sum_j c[0, j] x_j of streams x_1..x_n, writes x_i <- sum_j c[i, j] x_j + c[n+1, i] f;
+    the output is their sum. Coefficients c are fp32. Start: c[0] one-hot (stream k mod n at sublayer k), the
+    identity, and ones: every stream is the baseline's.
     """
 
-    never_decay = ("read_weight", "mix_weight", "write_weight")  # decay would pull the identity A_r to zero
+    compiled = ("connect", "spread", "collect")
+    never_decay = ("static",)  # decay would pull the identity to zero
 
     def __init__(self, config):
         super().__init__(config)
-        n, sub, D = config.hc_streams, 2 * config.n_layer, config.n_embd
-        self.n, self.dynamic, self.eps = n, config.hc_dynamic, config.norm_eps
-        self.read_weight = nn.Parameter(torch.empty(sub, n))  # A_m
-        self.mix_weight = nn.Parameter(torch.empty(sub, n, n))  # A_r
-        self.write_weight = nn.Parameter(torch.empty(sub, n))  # B
-        if self.dynamic:
-            self.norm_weight = nn.Parameter(torch.empty(sub, D))
-            self.read_proj = nn.Parameter(torch.empty(sub, D))  # W_m
-            self.mix_proj = nn.Parameter(torch.empty(sub, D, n))  # W_r
-            self.write_proj = nn.Parameter(torch.empty(sub, D))  # W_beta
-            self.read_scale = nn.Parameter(torch.empty(sub))  # s_alpha, shared by A_m and A_r
-            self.write_scale = nn.Parameter(torch.empty(sub))  # s_beta
+        self.n, self.sub, self.eps = config.hc_streams, 2 * config.n_layer, config.norm_eps
+        self.static = nn.Parameter(torch.empty(self.sub, self.n + 2, self.n))  # c of every sublayer
+
+    def identity(self):
+        sub, n = self.sub, self.n
+        read, mix = F.one_hot(torch.arange(sub) % n, n), torch.eye(n)
+        return torch.cat([read[:, None].float(), mix.expand(sub, n, n), torch.ones(sub, 1, n)], 1)
 
     def init_weights(self, config, generator):
-        sub, n = self.read_weight.shape
-        assign(self.read_weight, F.one_hot(torch.arange(sub) % n, n).float())
-        assign(self.mix_weight, torch.eye(n).expand(sub, n, n))
-        self.write_weight.fill_(1.0)
-        if self.dynamic:
-            for proj in (self.read_proj, self.mix_proj, self.write_proj):
-                proj.zero_()
-            self.norm_weight.fill_(1.0)
-            self.read_scale.fill_(0.01)
-            self.write_scale.fill_(0.01)
+        assign(self.static, self.identity())
 
-    def coefficients(self, k, streams):
-        """A_m [j], A_r [j][i], B [i] of sublayer k: fp32 scalars, or [B, T, 1] if dynamic."""
-        a_m, a_r, b = self.read_weight[k].float(), self.mix_weight[k].float(), self.write_weight[k].float()
-        if not self.dynamic:
-            return a_m.unbind(0), [row.unbind(0) for row in a_r.unbind(0)], b.unbind(0)
-        proj = [self.read_proj[k, :, None], self.mix_proj[k], self.write_proj[k, :, None]]
-        proj = torch.cat(proj, 1).float() * self.norm_weight[k, :, None].float()  # [D, n + 2]
-        read_scale, write_scale = self.read_scale[k].float(), self.write_scale[k].float()
-        A_m, A_r, B = [], [], []
-        for j, x in enumerate(streams):
-            x = x.float()
-            with torch.autocast(x.device.type, enabled=False):
-                normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-                dyn = torch.tanh(normed @ proj)  # [B, T, n + 2]
-            A_m.append(a_m[j] + read_scale * dyn[..., :1])
-            A_r.append([a_r[j, i] + read_scale * dyn[..., i + 1 : i + 2] for i in range(self.n)])
-            B.append(b[j] + write_scale * dyn[..., -1:])
-        return A_m, A_r, B
+    def per_site(self, dtype):
+        """What `coefficients` takes, for all sublayers: tensors [sub, ...]."""
+        return (self.static.float(),)
+
+    def coefficients(self, streams, static):
+        """c [n + 2, n, B, T, 1]. A token's are its own even if all are equal: their gradients are then sums
+        over D, which the compiler takes in the pass that it makes over the streams anyway."""
+        return static[..., None, None, None].expand(-1, -1, *streams[0].shape[:2], 1)
 
     def start(self, x, record=None):
-        return HyperMemory(self, x)
+        return HyperMemory(self, x, list(zip(*(p.unbind(0) for p in self.per_site(x.dtype)))))
+
+    # Streams are n tensors [B, T, D]. Stacked in one, they would cost a kernel more and fp32 copies.
+    def connect(self, streams, *site):
+        """-> what a sublayer reads [B, T, D], and c[1:], which links the streams to those after it."""
+        c = self.coefficients(streams, *site)
+        return weighted_sum(c[0].unbind(0), streams).to(streams[0].dtype), c[1:]
+
+    def spread(self, streams, f, links, *site):
+        """-> the streams after a sublayer wrote f, and `connect` of them to the next: one pass for both."""
+        *mix, write = links.unbind(0)
+        old = [*streams, f]
+        new = [weighted_sum([*m.unbind(0), w], old).to(f.dtype) for m, w in zip(mix, write.unbind(0))]
+        return new, *HyperConnections.connect(self, new, *site)
+
+    def collect(self, streams, f, links):
+        """-> the sum of the streams after the last sublayer wrote f."""
+        *mix, write = links.unbind(0)
+        weights = *total(mix).unbind(0), total(write.unbind(0))
+        return weighted_sum(weights, [*streams, f]).to(f.dtype)
 
     def flops(self, config):
-        coefficients = 2 + self.n  # per stream: one of A_m, n of A_r, one of B
-        return 2 * config.n_layer * 2 * config.n_embd * self.n * coefficients * (1 + self.dynamic)
+        return 2 * self.sub * config.n_embd * self.n * (self.n + 2)
+
+
+class DynamicConnections(HyperConnections):
+    """DHC: each token adds s * tanh(RMSNorm(x_j) W) to the coefficients of x_j. Start: W = 0, s = 0.01."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.norm_weight = nn.Parameter(torch.empty(self.sub, config.n_embd))
+        self.proj = nn.Parameter(torch.empty(self.sub, self.n + 2, config.n_embd))  # W, transposed
+        self.scale = nn.Parameter(torch.empty(self.sub, 2))  # s of reads and of the mix; of writes
+
+    def init_weights(self, config, generator):
+        super().init_weights(config, generator)
+        self.norm_weight.fill_(1.0)
+        self.proj.zero_()
+        self.scale.fill_(0.01)
+
+    def per_site(self, dtype):
+        proj = self.proj.float() * self.norm_weight[:, None].float()
+        alpha, beta = self.scale.float().unbind(1)
+        scale = torch.stack([alpha] * (self.n + 1) + [beta], 1)  # [sub, n + 2]
+        return *super().per_site(dtype), proj.to(dtype), scale[..., None].expand(-1, -1, self.n)
+
+    def coefficients(self, streams, static, proj, scale):
+        rstd = [(mean_square(x) + self.eps).rsqrt() for x in streams]  # [B, T]
+        dynamic = torch.stack([torch.tanh(r * project(x, proj)) for r, x in zip(rstd, streams)], 1)
+        return (static[..., None, None] + scale[..., None, None] * dynamic).unsqueeze(-1)
+
+    def flops(self, config):
+        return 2 * super().flops(config)
+
+
+class PaperConnections(HyperConnections):
+    """The MHAR paper's column, by its released code: static, reads are softmax(c[0]), the output is the
+    streams' mean, all of it decays. Start: c[0] = 0, the identity and (1, 0, .., 0), with noise of 0.02."""
+
+    never_decay = ()
+
+    def init_weights(self, config, generator):
+        start = self.identity()
+        start[:, 0] = 0.0
+        start[:, -1, 1:] = 0.0
+        assign(self.static, start + torch.empty(start.shape).normal_(0, 0.02, generator=generator))
+
+    def per_site(self, dtype):
+        static = self.static.float()
+        return (torch.cat([static[:, :1].softmax(-1), static[:, 1:]], 1),)
+
+    def collect(self, streams, f, links):
+        return super().collect(streams, f, links) / self.n
+
+
+class ManifoldConnections(HyperConnections):
+    """mHC (arXiv 2512.24880, section 4): z = alpha * (RMSNorm(x_1..x_n) phi) + b, of all streams of a token;
+    reads are sigmoid(z), writes 2 sigmoid(z), and the mix is Sinkhorn(z), doubly stochastic.
+
+    phi includes the norm's weight. Start: alpha = 0.01 is published; phi = 0, b = 3 for ones of the identity,
+    -3 for its zeros and 0 for writes are ours: every stream is the baseline's. Nearer to the identity sigmoid
+    and Sinkhorn are flat and nothing would learn; with equal b the streams would stay equal.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        n = self.n
+        self.proj = nn.Parameter(torch.empty(self.sub, (n + 2) * n, n * config.n_embd))  # phi, transposed
+        self.scale = nn.Parameter(torch.empty(self.sub, 3))  # alpha of reads, mix and writes
+
+    def init_weights(self, config, generator):
+        start = 6 * self.identity() - 3
+        start[:, -1] = 0.0
+        assign(self.static, start)
+        self.proj.zero_()
+        self.scale.fill_(0.01)
+
+    def per_site(self, dtype):
+        read, mix, write = self.scale.float().unbind(1)
+        scale = torch.stack([read, *[mix] * self.n, write], 1)  # [sub, n + 2]
+        return *super().per_site(dtype), self.proj.to(dtype), scale[..., None].expand(-1, -1, self.n)
+
+    def coefficients(self, streams, static, proj, scale):
+        n = self.n
+        rstd = (total(mean_square(x) for x in streams) / n + self.eps).rsqrt()  # [B, T]
+        z = rstd * total(project(x, phi) for x, phi in zip(streams, proj.chunk(n, 1)))
+        z = static[..., None, None] + scale[..., None, None] * z.unflatten(0, (n + 2, n))
+        largest = reduce(torch.maximum, z[1:-1].unbind(0))  # of a column: Sinkhorn's first step undoes it
+        mix = (z[1:-1] - largest.detach()).exp() + 1e-9  # or a row could underflow
+        for _ in range(4):
+            mix = sinkhorn(mix)  # 20 steps in all
+        return torch.cat([z[:1].sigmoid(), mix, 2 * z[-1:].sigmoid()]).unsqueeze(-1)
+
+    def flops(self, config):
+        return (1 + self.n) * super().flops(config)
+
+
+@torch.compiler.nested_compile_region  # compiled once for all of its calls
+def sinkhorn(m, steps=5):
+    """Scales columns, then rows of m [n, n, ...] to sums of 1 (eq. 9). An entry is a tensor of its own, which
+    the compiler keeps in registers."""
+    m = [row.unbind(0) for row in m.unbind(0)]
+    for _ in range(steps):
+        scales = [1 / total(column) for column in zip(*m)]
+        m = [[entry * scale for entry, scale in zip(row, scales)] for row in m]
+        scales = [1 / total(row) for row in m]
+        m = [[entry * scale for entry in row] for row, scale in zip(m, scales)]
+    return torch.stack([torch.stack(row) for row in m])
+
+
+def total(terms):
+    """Their sum, written out: torch 2.11's compiler fails on reductions over four streams."""
+    return reduce(torch.add, terms)
+
+
+def weighted_sum(weights, tensors):
+    return total(w * x.float() for w, x in zip(weights, tensors))
+
+
+def mean_square(x):
+    return x.float().square().mean(-1)
+
+
+def project(x, weight):
+    """x [B, T, D], weight [c, D] -> [c, B, T] in fp32. Tokens come last: rows of c would be misaligned."""
+    return (weight @ x.flatten(0, 1).mT).float().unflatten(1, x.shape[:2])
 
 
 class HyperMemory:
-    """The streams are a list, not one tensor: torch 2.11's compiler fails on reductions over four streams."""
-
-    def __init__(self, residual, x):
-        self.residual, self.site, self.streams, self.coefficients = residual, 0, [x] * residual.n, None
-
-    def connections(self):
-        if self.coefficients is None:
-            self.coefficients = self.residual.coefficients(self.site, self.streams)
-        return self.coefficients
+    def __init__(self, residual, x, sites):
+        self.residual, self.sites, self.site = residual, sites, 0
+        self.streams = [x, *(x.clone() for _ in range(residual.n - 1))]  # one tensor n times: another graph
+        self.f = self.links = self.h = None
 
     def read(self):
-        a_m = self.connections()[0]
-        return sum(a * x.float() for a, x in zip(a_m, self.streams)).to(self.streams[0].dtype)
+        if self.h is None:
+            residual, site = self.residual, self.sites[self.site]
+            if self.site == 0:
+                self.h, self.links = residual.connect(self.streams, *site)
+            else:
+                self.streams, self.h, self.links = residual.spread(self.streams, self.f, self.links, *site)
+        return self.h
 
     def write(self, f):
-        _, a_r, b = self.connections()
-        old = self.streams
-        mixed = [sum(a_r[j][i] * x.float() for j, x in enumerate(old)) for i in range(len(old))]
-        self.streams = [(mix + b[i] * f.float()).to(f.dtype) for i, mix in enumerate(mixed)]
-        self.site, self.coefficients = self.site + 1, None
+        self.read()
+        self.f, self.h, self.site = f, None, self.site + 1
 
     def output(self):
-        return sum(x.float() for x in self.streams).to(self.streams[0].dtype)
+        return self.residual.collect(self.streams, self.f, self.links)
+
+
+HC_FORMS = {"static": HyperConnections, "dynamic": DynamicConnections, "paper": PaperConnections,
+            "manifold": ManifoldConnections}  # fmt: skip
 
 
 class Routed(Additive):
@@ -184,10 +303,16 @@ class Routed(Additive):
         init_query(self.query, config, generator)
         self.key_norm.fill_(1.0)
 
+    def queries(self):
+        return self.query.unbind(0)
+
     def start(self, x, record=None):
         if self.kernel == "triton" and record is None:  # the kernels never form the weights
             return routing_kernels.FusedRouter(x, self.query, self.key_norm, self.n_heads, self.eps)
         return RoutedMemory(self, x, record)
+
+    def mix(self, sources, query, key_norm):
+        return route_reference(sources, query, key_norm, self.n_heads, self.eps)
 
     def flops(self, config):
         pairs = config.sites * (config.sites + 1) // 2  # of a source and a site: a dot and a mix each
@@ -200,18 +325,112 @@ class Routed(Additive):
 
 class RoutedMemory:
     def __init__(self, residual, x, record):
-        self.residual, self.sources, self.record = residual, [x], record
-        self.parameters = list(zip(residual.query.unbind(0), residual.key_norm.unbind(0)))
+        self.residual, self.sources, self.site, self.record = residual, [x], 0, record
+        self.parameters = list(zip(residual.queries(), residual.key_norm.unbind(0)))
 
     def read(self):
-        query, key_norm = self.parameters[len(self.sources) - 1]
-        h, alpha = route_reference(self.sources, query, key_norm, self.residual.n_heads, self.residual.eps)
+        h, alpha = self.residual.mix(self.sources, *self.parameters[self.site])
         if self.record is not None:
             self.record.append(alpha)
         return h
 
     def write(self, f):
         self.sources.append(f)
+        self.site += 1
+
+    def output(self):
+        return self.read()
+
+
+class BlockRouted(Routed):
+    """Block attention residuals (arXiv 2603.15031, eq. 6; theirs have one head). Sources: the embedding, the
+    sums of finished blocks of sublayers and, past a block's first sublayer, its sum so far."""
+
+    compiled = ("mix",)  # a graph for each number of sources, depth_blocks + 1 in all
+    kernel_obstacle = staticmethod(Additive.kernel_obstacle)
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.block_sites = math.ceil(2 * config.n_layer / config.depth_blocks)
+
+    def start(self, x, record=None):
+        return BlockMemory(self, x, record)
+
+    def flops(self, config):
+        sources = sum(1 + math.ceil(site / self.block_sites) for site in range(config.sites))
+        return sources * 4 * config.n_embd
+
+
+class BlockMemory(RoutedMemory):
+    def write(self, f):
+        if self.site % self.residual.block_sites == 0:
+            self.sources.append(f)
+        else:
+            self.sources = [*self.sources[:-1], self.sources[-1] + f]
+        self.site += 1
+
+
+class HeadAligned(Routed):
+    """MHAR-HW (Table 7): each KV head's group of attention heads has a query over the whole width (H = 1) and
+    projects what it reads to its own q, k and v. MLP sites and output are MHAR's, in Table 7 with as many
+    heads as there are groups. The groups share the norms of keys and of the sublayer (the authors' code)."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        L, D = config.n_layer, config.n_embd
+        self.query = nn.Parameter(torch.empty(L + 1, D))  # of the MLPs and the output
+        self.group_query = nn.Parameter(torch.empty(L, config.n_kv_head, D))
+
+    def init_weights(self, config, generator):
+        super().init_weights(config, generator)
+        init_query(self.group_query, config, generator)
+
+    def queries(self):
+        """Of every site: [n_kv_head, D] for attention, [D] for others."""
+        *mlp, output = self.query.unbind(0)
+        return [query for pair in zip(self.group_query.unbind(0), mlp) for query in pair] + [output]
+
+    def start(self, x, record=None):
+        fused = self.kernel == "triton" and record is None
+        return FusedGroups(self, x) if fused else RoutedMemory(self, x, record)
+
+    def mix(self, sources, query, key_norm):
+        if query.dim() == 1:
+            return super().mix(sources, query, key_norm)
+        mixes, alphas = zip(*(route_reference(sources, q, key_norm, 1, self.eps) for q in query.unbind(0)))
+        return torch.stack(mixes), torch.cat(alphas, -1)  # [groups, B, T, D], [N, B, T, groups]
+
+    def flops(self, config):
+        attention = config.n_layer**2  # pairs of a source and an attention site
+        return super().flops(config) + (config.n_kv_head - 1) * attention * 4 * config.n_embd
+
+    @staticmethod
+    def kernel_obstacle(config, device, dtype):
+        support = partial(routing_kernels.kernel_support, device, dtype, config.n_embd)
+        return support(1, config.sites) or support(config.route_heads, config.sites)
+
+
+class FusedGroups:
+    """The fused kernels for mhar_hw: a chain for each group and one for the other sites. All chains have all
+    sources and sites; where a chain does not serve a site, its query is zero and the read is not used."""
+
+    def __init__(self, residual, x):
+        self.queries, self.site = residual.queries(), 0
+        zeros = torch.zeros_like(self.queries[0])  # [groups, D]
+        rows = [torch.cat([q, zeros[:1]] if q.dim() == 2 else [zeros, q[None]]) for q in self.queries]
+        heads = [1] * len(zeros) + [residual.n_heads]
+        router = lambda query, H: routing_kernels.FusedRouter(x, query, residual.key_norm, H, residual.eps)
+        self.routers = [router(query, H) for query, H in zip(torch.stack(rows, 1), heads)]
+
+    def read(self):
+        *groups, others = self.routers
+        grouped = self.queries[self.site].dim() == 2
+        return torch.stack([group.read() for group in groups]) if grouped else others.read()
+
+    def write(self, f):
+        for router in self.routers:
+            router.write(f)
+        self.site += 1
 
     def output(self):
         return self.read()
@@ -302,11 +521,16 @@ def init_query(query, config, generator):
         assign(query, torch.empty(query.shape).normal_(0, 0.02, generator=generator))
 
 
-RESIDUALS = {"baseline": Additive, "hc": HyperConnections, "attnres": Routed, "mhar": Routed, "delta": Delta}
+RESIDUALS = {"baseline": Additive, "hc": HyperConnections, "attnres": Routed, "mhar": Routed,
+             "mhar_hw": HeadAligned, "block": BlockRouted, "delta": Delta}  # fmt: skip
+
+
+def residual_class(config):
+    return HC_FORMS[config.hc_form] if config.residual == "hc" else RESIDUALS[config.residual]
 
 
 POSITIVE = ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "ffn_dim",
-            "route_heads", "hc_streams", "delta_blocks")  # fmt: skip
+            "route_heads", "depth_blocks", "hc_streams", "delta_blocks")  # fmt: skip
 
 
 @dataclass
@@ -326,9 +550,10 @@ class GPTConfig:
     tie_embeddings: bool = True  # the output projection is the embedding
     residual: Literal[tuple(RESIDUALS)] = "mhar"  # how a sublayer reads the depth before it
     # settings of residual methods, and no others: report.py lets runs that it compares differ in these
-    route_heads: int = 8  # H of mhar and delta; attnres is mhar with one head
+    route_heads: int = 8  # H of mhar, mhar_hw, block and delta; attnres is mhar with one head
+    depth_blocks: int = 8  # block: the sublayers are cut into this many, the last may be short
     hc_streams: int = 4  # n of the hyper-connections
-    hc_dynamic: bool = True  # their coefficients depend on the token (DHC), or are parameters alone (SHC)
+    hc_form: Literal[tuple(HC_FORMS)] = "dynamic"  # Zhu's two, the MHAR paper's, and mHC (manifold)
     delta_blocks: int = 8  # delta: the layers are cut into this many blocks, the last may be short
     delta_recursive: bool = False  # the publicly released recursive difference, not true block deltas
     route_init: Literal["zero", "normal"] = "zero"  # queries: zero reads the sources' mean; N(0, 0.02)
@@ -347,9 +572,7 @@ class GPTConfig:
             raise ValueError(f"head_dim={self.head_dim} must be even; its default is n_embd // n_head")
         if self.residual == "attnres":
             self.route_heads = 1
-        parts = {"n_head": "n_kv_head"} | (
-            {"n_embd": "route_heads"} if RESIDUALS[self.residual].routes else {}
-        )
+        parts = {"n_head": "n_kv_head"} | ({"n_embd": "route_heads"} if residual_class(self).routes else {})
         for whole, part in parts.items():
             if getattr(self, whole) % getattr(self, part):
                 raise ValueError(
@@ -372,7 +595,7 @@ def choose_kernel(kernel, config, device, dtype):
     auto takes Triton on CUDA where it supports the method and its shape, and torch elsewhere. ValueError if
     triton is requested and cannot run.
     """
-    obstacle = RESIDUALS[config.residual].kernel_obstacle(config, device, dtype)
+    obstacle = residual_class(config).kernel_obstacle(config, device, dtype)
     if kernel == "triton" and obstacle:
         raise ValueError(f"kernel=triton cannot run: {obstacle}; use kernel=auto or kernel=torch")
     if kernel == "torch":
@@ -431,12 +654,19 @@ class Attention(nn.Module):
         else:
             self.q_norm = self.k_norm = nn.Identity()
 
+    def project(self, linear, x):
+        """[B, T, heads, head_dim] of x [B, T, D], or of one for each KV head's group [groups, B, T, D]."""
+        if x.dim() == 3:
+            y = linear(x)
+        else:
+            weight = linear.weight.unflatten(0, (self.n_kv_head, -1))  # [groups, channels, D]
+            y = torch.einsum("gbtd,gcd->btgc", x, weight).flatten(2)
+        return y.unflatten(-1, (-1, self.head_dim))
+
     def forward(self, h, rope, cached=None):
-        B, T, _ = h.shape
+        B, T, _ = h.shape[-3:]
         x = self.norm(h)
-        q = self.q_proj(x).view(B, T, self.n_head, self.head_dim)
-        k = self.k_proj(x).view(B, T, self.n_kv_head, self.head_dim)
-        v = self.v_proj(x).view(B, T, self.n_kv_head, self.head_dim)
+        q, k, v = (self.project(linear, x) for linear in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, heads, T, head_dim]
         mask = None
@@ -507,7 +737,7 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.residual = RESIDUALS[config.residual](config)
+        self.residual = residual_class(config)(config)
         self.residual.kernel = kernel
         self.grad_checkpoint = False  # recompute sublayers in backward instead of keeping activations
         self.init_weights(seed)
@@ -528,7 +758,7 @@ class GPT(nn.Module):
         every RMSNorm weight, key norms      ones
         routing queries                      zeros, or normal 0.02 (route_init)
         null sources, gates                  zeros
-        hyper-connections                    the identity, see HyperConnections
+        hyper-connections                    near the identity, see their classes
         Drawn on the CPU, the residual method's from their own generator: one seed, one trunk, on any device.
         """
         trunk, routing = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1)

@@ -39,10 +39,14 @@ from model import GPT, GPTConfig
 ROOT = Path(__file__).parent.parent
 METHODS = {
     "baseline": ["--residual=baseline"],
-    "hc static": ["--residual=hc", "--hc_dynamic=false"],
+    "hc static": ["--residual=hc", "--hc_form=static"],
     "hc": ["--residual=hc"],
+    "hc paper": ["--residual=hc", "--hc_form=paper"],
+    "hc manifold": ["--residual=hc", "--hc_form=manifold"],
     "attnres": ["--residual=attnres"],
     "mhar": ["--residual=mhar"],
+    "mhar_hw": ["--residual=mhar_hw"],
+    "block": ["--residual=block", "--depth_blocks=3"],
     "delta": ["--residual=delta", "--delta_blocks=2"],
     "delta recursive": ["--residual=delta", "--delta_recursive=true"],
 }
@@ -716,8 +720,7 @@ def test_schedules():
 def test_weight_decay_groups():
     """By what the settings and the residual method say, not by names or shapes elsewhere."""
     tiny = dict(vocab_size=64, n_layer=2, n_embd=32, n_head=4, n_kv_head=2, ffn_dim=48, route_heads=4)
-    static = ["residual.read_weight", "residual.mix_weight", "residual.write_weight"]
-    for residual, spared in (("mhar", []), ("hc", static), ("delta", [])):
+    for residual, spared in (("mhar", []), ("hc", ["residual.static"]), ("delta", [])):
         model = GPT(GPTConfig(**tiny, residual=residual))
         name = {p: n for n, p in model.named_parameters()}
         for decay in ("all", "matrices"):
