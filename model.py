@@ -826,6 +826,7 @@ def compile_model(model, in_parts=False):
     compiler = partial(torch.compile, fullgraph=True, dynamic=False)
     if not (in_parts or model.residual.kernel == "triton" or model.residual.compiled):
         return compiler(model)
+    torch._dynamo.config.recompile_limit = 256  # of block's mix: a graph for each number of sources
     parts = [(model, "loss"), *((model.residual, name) for name in model.residual.compiled)]
     parts += [(part, "forward") for layer in model.layers for part in (layer.attn, layer.mlp)]
     for module, name in parts:

@@ -181,8 +181,8 @@ def main():
     device = choose_device(args.device)
     model, meta = load_model(args.ckpt, device, args.weights, torch.float32, kernel="torch")
     config, H = model.config, model.config.route_heads
-    if not model.residual.routes:
-        raise UserError(f"{args.ckpt} has residual={config.residual}, which does not route: give another")
+    if not model.residual.routes or config.residual == "mhar_hw":
+        raise UserError(f"{args.ckpt} does not route by one query a site (residual={config.residual})")
     if args.slices < 1 or config.n_embd % args.slices:
         raise UserError(f"--slices={args.slices} does not divide the width {config.n_embd}")
     windows = read_windows(args, model, meta)

@@ -17,7 +17,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import data
-from model import GPT, Attention, GPTConfig, choose_kernel, peak_flops, rope_tables
+import routing_kernels
+from model import GPT, Attention, GPTConfig, RoutedMemory, choose_kernel, peak_flops, rope_tables
 
 ROOT = Path(__file__).parent.parent
 METHODS = {
@@ -371,6 +372,22 @@ def test_limits_of_mhar_hw_and_block():
     single.residual.key_norm.data = aligned.residual.key_norm.data
     torch.testing.assert_close(aligned(tokens()), single(tokens()))
     assert torch.equal(block(tokens()), mhar(tokens()))
+
+
+def test_chains_of_fused_groups(monkeypatch):
+    """Each group's chain and the others' read what the reference reads, with a stand-in for the kernels."""
+
+    def fused(x, query, key_norm, n_heads, eps):
+        residual = tiny("mhar", route_heads=n_heads).residual
+        residual.queries, residual.key_norm.data = lambda: query.unbind(0), key_norm
+        return RoutedMemory(residual, x, None)
+
+    monkeypatch.setattr(routing_kernels, "FusedRouter", fused)
+    model = tiny("mhar_hw")
+    scramble(model.residual)
+    reference = model(tokens())
+    model.residual.kernel = "triton"
+    torch.testing.assert_close(model(tokens()), reference)
 
 
 @pytest.mark.parametrize("n_layer, blocks", [(12, 8), (12, 5), (12, 1), (3, 4), (3, 6), (3, 7)])
