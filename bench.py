@@ -38,7 +38,7 @@ import torch.nn.functional as F
 
 import routing_kernels as rk
 from checkpoint import cast_matrices
-from model import GPT, GPTConfig, choose_kernel, compile_model, peak_flops
+from model import GPT, HC_FORMS, GPTConfig, choose_kernel, compile_model, peak_flops
 from parallel import GraphedMicroStep
 from routing_kernels import FusedDeltaRouter, FusedRouter, tl, triton
 from sample import generate
@@ -57,8 +57,16 @@ SCALES = {  # layers, width, heads, kv heads, ffn; the paper's context, sequence
 PER_SITE, FLOOR = "the paper's algorithm", "floor of our scheme"
 METHODS = {
     "routing": ["eager", "torch.compile", PER_SITE, "fla (H=1)", "liger (H=1)", "ours"],
-    "step": ["baseline", "hc", "mhar-torch", "mhar", "attnres"],
-    "decode": ["baseline", "hc", "mhar-torch", "mhar", "attnres", "delta"],
+    "step": [
+        "baseline",
+        *(f"hc_{form}" for form in HC_FORMS),
+        "block",
+        "mhar_hw",
+        "mhar-torch",
+        "mhar",
+        "attnres",
+    ],
+    "decode": ["baseline", "hc_dynamic", "mhar-torch", "mhar", "attnres", "delta"],
 }
 DECODE_BATCHES, DECODE_CONTEXTS = (1, 32), (16, 1024)
 
@@ -385,10 +393,12 @@ def build(scale, method, block_size, param_dtype):
     layers, D, heads, kv, ffn, *_ = SCALES[scale]
     shape = dict(n_layer=layers, n_embd=D, n_head=heads, n_kv_head=kv, ffn_dim=ffn, block_size=block_size)
     vocab, residual = 320 if scale == "toy" else 151936, method.removesuffix("-torch")
+    if method.startswith("hc_"):
+        residual, shape["hc_form"] = "hc", method.removeprefix("hc_")
     config = GPTConfig(**shape, vocab_size=vocab, residual=residual, route_heads=min(8, D // 16))
     wanted = "torch" if method.endswith("-torch") else "auto"
     kernel, why = choose_kernel(wanted, config, torch.device(DEVICE), DTYPE)
-    if kernel == "torch" and method in ("mhar", "attnres", "delta") and CUDA:
+    if kernel == "torch" and method in ("mhar", "mhar_hw", "attnres", "delta") and CUDA:
         raise ImportError(why)
     return GPT(config, kernel=kernel).to(DEVICE, param_dtype)
 
