@@ -662,8 +662,8 @@ def _inter_config(D: int, H: int, dtype) -> dict:
 @cache
 def _intra_config(D: int, H: int, backward: bool) -> dict:
     K, HP = D // H, triton.next_power_of_2(H)
-    # One warp holds a row of up to 1536 columns, 8 to a thread and tile. Wide rows are faster in two: on an H200
-    # forward by 3% with 1,024 columns, backward by 5% with 1,280.
+    # One warp holds a row of up to 1536 columns, 8 to a thread and tile. Wide rows are faster in two: on an
+    # H200 forward by 3% with 1,024 columns, backward by 5% with 1,280.
     warps = min(16, triton.next_power_of_2(triton.cdiv(HP * K, 1536)))
     W = min(triton.next_power_of_2(K), max(8, 256 * warps // HP))
     if HP * K > (1024 if backward else 768):
