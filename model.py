@@ -795,6 +795,7 @@ class GPT(nn.Module):
             memory.write(run(layer.attn, memory.read(), rope, past))
             memory.write(run(layer.mlp, memory.read()))
         x = memory.output()
+        del memory  # what no gradient needs goes before the logits come
         return self.logits(x) if targets is None else self.loss(x, targets, z_loss)
 
     def logits(self, x):

@@ -423,7 +423,8 @@ def backward_inter(
     G: constexpr,
 ):
     """Sources s0..s1-1 pull from sites s1..end-1. Program: one head of two tokens, one later group at a time.
-    LATER: the DH [M, G, D] of every later group (a short last one has fewer rows), padded to a power of two.
+    LATER: the DH [M, G, D] of every later group (a short last one has fewer rows), padded to one length, so
+    that one binary serves all groups.
     -> PART [M, G, D]; PART_C [M, H, G]; DS [S / G, M, H, G, G], ds_ji rstd_i."""
     D: constexpr = H * K
     DT: constexpr = V.dtype.element_ty
@@ -702,7 +703,8 @@ class _Chain:
         with _on(x):
             if s == s0 and s > 0:
                 config = _inter_config(D, H, x.dtype) | dict(BN=16, num_stages=3)
-                tokens = max(1, min(8, M * H * config["CH"] // 2048))  # per program, which loads its u once
+                # per program, which loads its u once; not 1, for which Triton would compile another binary
+                tokens = max(2, min(8, M * H * config["CH"] // 2048))
                 args = self.v, self.rstd, *self.u_parts, self.part, self.part_stat
                 forward_inter[(H * -(-M // tokens),)](*args, M, S, s0, tokens, **config)
             config = _intra_config(D, H, backward=False) | dict(MERGE=s0 > 0)
@@ -736,7 +738,7 @@ class _Chain:
                 self.part = self.new(M, G, D, dtype=dtype) if apart else self.dh[0]
                 self.part_c = self.new(M, H, G)
                 if end > s1:
-                    later += later[-1:] * ((1 << (len(later) - 1).bit_length()) - len(later))
+                    later += later[-1:] * ((1 << (-(-S // G) - 2).bit_length()) - len(later))
                     args = self.v, self.rstd, *self.u_parts, tuple(later), self.lse_t, self.delta_t, self.part
                     args = *args, self.part_c, self.ds, M, S, s0, s1, end
                     backward_inter[(H * -(-M // 2),)](*args, **inter, num_stages=2)
@@ -1156,4 +1158,4 @@ def kernel_support(device, dtype, D: int, H: int, S: int, blocks: int = 0) -> st
     device = torch.device(device)
     if (reason := _limits(device, dtype, D, H, S, blocks)) or INTERPRETED:
         return reason
-    return _trial(device, dtype, D, H, min(S, G if blocks else G + 1), blocks)
+    return _trial(device, dtype, D, H, min(S, G) if blocks else S, blocks)
