@@ -32,7 +32,7 @@ from checkpoint import load_model, read_meta, reason
 from data import ValWindows, find_dataset, open_bin
 from parallel import choose_device
 from sample import load_text, write
-from tokenizer import load_tokenizer, rank_file
+from tokenizer import load_tokenizer
 
 try:  # only --tasks and --protocol=full need it
     from lm_eval.api.model import TemplateLM
@@ -235,15 +235,7 @@ def held_out(ckpt, val, windows, limit):
 def token_bytes(name):
     """int64 [rows]: how many bytes of text an id spells; 0 for special tokens and padding."""
     t = load_tokenizer(name)
-    lengths = np.zeros(t.vocab, np.int64)
-    if name == "bytes":
-        lengths[: t.n_text] = 1
-    else:
-        from tiktoken.load import load_tiktoken_bpe
-
-        for token, id in load_tiktoken_bpe(str(rank_file(name))).items():
-            lengths[id] = len(token)
-    return lengths
+    return np.array([len(t.spell(id)) if id < t.n_text else 0 for id in range(t.vocab)])
 
 
 # ---- The protocol of the paper's Table 2 ----
@@ -269,19 +261,18 @@ def paper_protocol(ckpt, rows, limit):
     """{title: Measure}. WikiText-2: the text joined by blank lines, its first 200 windows of T tokens, T - 1
     of them predicted. LAMBADA: first 500, right if the last word's first token is the likeliest. HellaSwag:
     first 200, the ending of highest mean log-probability per token, at most 512 tokens in all."""
-    most = lambda n: min(n, limit or n)
     ids = ckpt.text.encode("\n\n".join(row["text"] for row in rows["wikitext"]), bos=False)
-    windows = [ids[i : i + ckpt.block_size] for i in range(0, len(ids), ckpt.block_size)][: most(200)]
-    scored = ckpt.score([(w[:1], w[1:]) for w in windows if len(w) > 1], "WikiText-2")
+    windows = [ids[i : i + ckpt.block_size] for i in range(0, len(ids), ckpt.block_size)][:200]
+    scored = ckpt.score([(w[:1], w[1:]) for w in windows[:limit] if len(w) > 1], "WikiText-2")
     losses = {i: (-logp.sum(dtype=float), len(logp)) for i, (logp, _) in enumerate(scored)}
     wikitext = Measure(losses, unit="nats per token")
 
-    stories = [row["text"].strip().rpartition(" ") for row in rows["lambada"][: most(500)]]
+    stories = [row["text"].strip().rpartition(" ") for row in rows["lambada"][:500][:limit]]
     pairs = [ckpt._encode_pair(context, f" {word}") for context, _, word in stories]
     scored = ckpt.score([(context, answer[:1]) for context, answer in pairs], "LAMBADA")
     lambada = [right for _, right in scored]
 
-    items = rows["hellaswag"][: most(200)]
+    items = rows["hellaswag"][:200][:limit]
     pairs = [ckpt._encode_pair(item["ctx"], f" {ending}") for item in items for ending in item["endings"]]
     pairs = [(context[-max(1, 512 - len(answer)) :], answer) for context, answer in pairs]
     means = iter([logp.mean() for logp, _ in ckpt.score(pairs, "HellaSwag")])
@@ -365,9 +356,9 @@ def open_val(ckpts):
     val, train = (open_bin(folder / f"{split}.bin") for split in ("val", "train"))
     name, rows = val.header["tokenizer"], val.header["vocab"]
     for ckpt in ckpts:
-        if ckpt.tokenizer not in (None, name) or ckpt.meta["model_config"]["vocab_size"] < rows:
-            own = f"those of {ckpt.path} ({ckpt.tokenizer})"
-            raise UserError(f"{folder} holds {name} tokens, which are not {own}: give --dataset= another")
+        if ckpt.tokenizer != name or ckpt.meta["model_config"]["vocab_size"] < rows:
+            other = f"{folder} holds {name} tokens, {ckpt.path} takes those of {ckpt.tokenizer}"
+            raise UserError(f"{other}: give another --dataset=, or --tokenizer={name} if that is its own")
         if ckpt.meta["data"].get("sha256") not in (None, train.header["sha256"]):
             print(f"note: {ckpt.path} was trained on other data than {folder}: it may have seen val.bin")
     return val
@@ -453,7 +444,7 @@ def main():
             if m is not other and m.items and m.items.keys() == other.items.keys():
                 pair = {"first": first, "this": ckpt.path, "measure": key}
                 report["comparisons"].append(pair | compare(other, m))
-        part = args.out.with_name(f".{args.out.name}.part")
+        part = args.out.with_suffix(".part")
         part.write_text(json.dumps(report, default=str))  # after each: hours are not lost
         part.replace(args.out)
 

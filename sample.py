@@ -111,7 +111,7 @@ def json_text(path):
     eos = read_json(path.with_name("tokenizer_config.json")).get("eos_token")
     eos = t.token_to_id(eos["content"] if isinstance(eos, dict) else eos) if eos else None
     plain, whole = lambda text: t.encode(text, add_special_tokens=False).ids, t.encode("a").ids
-    bos = whole[0] if whole[:1] != plain("a")[:1] else None  # what the tokenizer itself puts before a text
+    bos = whole[0] if whole[:1] != plain("a")[:1] else None  # what it puts before a text
     n_ids = 1 + max(t.get_vocab().values())  # some leave out numbers
     return Text(str(path), plain, t.decode, n_ids, bos, [eos] if eos is not None else [])
 

@@ -18,15 +18,18 @@ from data import HERE
 
 @dataclass
 class Tokenizer:
-    """encode(text) -> uint32 ids without eot; what spells a special token stays text. decode(ids) -> text."""
+    """encode(text) -> uint32 ids without eot; what spells a special token stays text."""
 
     encode: Callable
-    decode: Callable
+    spell: Callable  # an id's bytes
     n_text: int  # ids below it spell text, those from it on are special tokens
     n_ids: int  # ids that mean something; the model's rows may be more (padding), and must never be sampled
     vocab: int  # model rows
     eot: int
     nfc: bool  # text is normalised to NFC first, as the reference tokenizer does
+
+    def decode(self, ids):
+        return b"".join(self.spell(int(i)) for i in ids if i < self.n_ids).decode(errors="replace")
 
 
 # Qwen's split rule takes digits one by one, Llama 3's up to three
@@ -78,8 +81,8 @@ def load_tokenizer(name):
     """The Tokenizer called `name`; UserError if there is none or its rank file is missing."""
     if name == "bytes":
         encode = lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
-        decode = lambda ids: bytes(int(i) for i in ids if i < 256).decode(errors="replace")
-        return Tokenizer(encode, decode, n_text=256, n_ids=257, vocab=320, eot=256, nfc=False)
+        spell = lambda id: bytes([id]) if id < 256 else b""
+        return Tokenizer(encode, spell, n_text=256, n_ids=257, vocab=320, eot=256, nfc=False)
     if name not in TOKENIZERS:
         raise UserError(f"unknown tokenizer {name!r}; there are bytes, {', '.join(TOKENIZERS)}")
     split, n_text, specials, eot, vocab, nfc, *_ = TOKENIZERS[name]
@@ -94,8 +97,7 @@ def load_tokenizer(name):
     def encode(text):
         return np.concatenate([bpe.encode_to_numpy(piece, disallowed_special=()) for piece in pieces(text)])
 
-    decode = lambda ids: bpe.decode([int(i) for i in ids if i < n_ids])
-    return Tokenizer(encode, decode, n_text, n_ids, vocab, special_ids[eot], nfc)
+    return Tokenizer(encode, bpe.decode_single_token_bytes, n_text, n_ids, vocab, special_ids[eot], nfc)
 
 
 def pieces(text, size=1 << 17):

@@ -407,8 +407,9 @@ def test_mistakes(tmp_path, dataset):
         ([tmp_path], "not a checkpoint"), ([good, "--windows=few"], "--windows"),
         ([good, "--limit=0"], "--limit"), ([good, "--block_size=999"], "at most"), ([good, qwen], "qwen3"),
         ([good, "--dataset=nothing_here"], "no dataset"), ([good, f"--out={tmp_path}/there.json"], "already"),
-        ([good, short], "block_size"), ([qwen], "(qwen3)"), ([good, other], "dataset"),
-        ([imported], "--dataset="), ([imported, "--tasks=picks"], "--tokenizer="),
+        ([good, short], "block_size"), ([qwen], "those of qwen3"), ([good, other], "dataset"),
+        ([imported], "--dataset="), ([imported, f"--dataset={dataset}"], "or --tokenizer=bytes if"),
+        ([imported, "--tasks=picks"], "--tokenizer="),
         ([good, "--tasks=pick", tasks], "no such task"), ([good, "--tasks=codes", tasks], "--run_code"),
         ([good, "--tasks=draws", tasks], "only greedily"), ([good, "--weights=ema"], "ema"),
         ([good, "--tasks=gsm8k", f"--include_path={STOCK}/gsm8k"], "cannot be loaded"),  # offline
