@@ -357,7 +357,7 @@ def open_val(ckpts):
     name, rows = val.header["tokenizer"], val.header["vocab"]
     for ckpt in ckpts:
         if ckpt.tokenizer != name or ckpt.meta["model_config"]["vocab_size"] < rows:
-            other = f"{folder} holds {name} tokens, {ckpt.path} takes those of {ckpt.tokenizer}"
+            other = f"{folder} holds {name} tokens, {ckpt.path} takes those of {ckpt.tokenizer or 'its own'}"
             raise UserError(f"{other}: give another --dataset=, or --tokenizer={name} if that is its own")
         if ckpt.meta["data"].get("sha256") not in (None, train.header["sha256"]):
             print(f"note: {ckpt.path} was trained on other data than {folder}: it may have seen val.bin")
