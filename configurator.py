@@ -178,7 +178,10 @@ def convert(value, kind, where):
         return value
     if isinstance(value, str):
         with contextlib.suppress(ValueError, SyntaxError, TypeError):  # what is no literal stays text
-            value = ast.literal_eval({"true": "True", "false": "False"}.get(value, value.strip()))
+            text = {"true": "True", "false": "False"}.get(value, value.strip())
+            value = ast.literal_eval(text)
+            if core is dict and len(ast.parse(text, mode="eval").body.keys) > len(value):
+                raise UserError(f"{where}: a name is given twice; give it once")
     if core in (bool, dict) and isinstance(value, core):
         return value
     if core is float and type(value) in (int, float) and value == value:  # nan is never meant

@@ -148,12 +148,12 @@ class Checkpoint(TemplateLM):
         device = self.model.embed.weight.device
         for batch, numbers in self.batches(asked.items(), what):
             idx = torch.tensor([ids + (0,) * (len(batch[0]) - len(ids)) for ids in batch], device=device)
-            for ids, own, logits in zip(batch, numbers, self.model(idx)):  # logits [T, V]
+            for ids, own, x in zip(batch, numbers, self.model.features(idx)):  # x [T, D]
                 for i in own:
                     answer = torch.tensor(pairs[i][1], device=device)
-                    x = logits[len(ids) - len(answer) : len(ids), :n_ids].float()
-                    logp = x.gather(1, answer[:, None])[:, 0] - x.logsumexp(1)
-                    scored[i] = logp.cpu().numpy(), bool((x.argmax(1) == answer).all())
+                    logits = self.model.logits(x[len(ids) - len(answer) : len(ids)])[:, :n_ids].float()
+                    logp = logits.gather(1, answer[:, None])[:, 0] - logits.logsumexp(1)
+                    scored[i] = logp.cpu().numpy(), bool((logits.argmax(1) == answer).all())
         return scored
 
     # what follows has the names of the harness

@@ -770,12 +770,18 @@ class GPT(nn.Module):
         self.residual.init_weights(self.config, routing)
 
     def forward(self, idx, targets=None, z_loss=0.0, record=None, cache=None):
-        """idx [B, T] token ids -> logits [B, T, V] in the compute dtype.
-
-        record: a list to which every routed read appends its weights. cache: a KVCache of earlier tokens.
+        """idx [B, T] token ids -> logits [B, T, V] in the compute dtype; record and cache: see `features`.
 
         With targets [B, T] (-100 is ignored): (loss, cross_entropy), fp32, means in nats per token. loss =
         cross_entropy + z_loss * mean(logsumexp(logits)^2) is to be differentiated; the other is detached.
+        """
+        x = self.features(idx, record, cache)
+        return self.logits(x) if targets is None else self.loss(x, targets, z_loss)
+
+    def features(self, idx, record=None, cache=None):
+        """idx [B, T] token ids -> what the final norm reads [B, T, D].
+
+        record: a list to which every routed read appends its weights. cache: a KVCache of earlier tokens.
         """
         B, T = idx.shape
         if T > self.config.block_size:
@@ -794,9 +800,7 @@ class GPT(nn.Module):
         for layer, past in zip(self.layers, cached):
             memory.write(run(layer.attn, memory.read(), rope, past))
             memory.write(run(layer.mlp, memory.read()))
-        x = memory.output()
-        del memory  # what no gradient needs goes before the logits come
-        return self.logits(x) if targets is None else self.loss(x, targets, z_loss)
+        return memory.output()
 
     def logits(self, x):
         return F.linear(self.norm(x), self.embed.weight if self.head is None else self.head.weight)
