@@ -214,9 +214,9 @@ def help_text(schemas, types, doc, default_file):
 
 def output_folder(path, flag):
     """The folder for results, made if need be; UserError if it cannot be written. Ask before the work."""
-    path = Path(path).expanduser()
-    if re.match(r"\w\w+:/", str(path)):
-        raise UserError(f"{flag}={path} is a URL, not a folder: give a folder and copy it there afterwards")
+    path = Path(path)
+    if re.search(r"^\w\w+:/|^~|\$", str(path)):
+        raise UserError(f"{flag}={path} is a URL, or holds a ~ or $ that nothing expands: give a folder")
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()

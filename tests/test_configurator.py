@@ -284,8 +284,9 @@ def test_parser_table_and_folder(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="--out=.*/file/c cannot be written to"):
         output_folder(tmp_path / "file/c", "--out")
-    with pytest.raises(UserError, match="is a URL"):
-        output_folder("s3://bucket/run", "--out")
+    for path in ("s3://bucket/run", "file:/x", "$HOME/run", "runs/${USER}", "~nobody-of-this-name/run"):
+        with pytest.raises(UserError, match="is a URL"):
+            output_folder(path, "--out")
 
 
 def test_configs_are_the_paper_s():

@@ -163,13 +163,16 @@ def test_resume_is_exact(method, dataset, tmp_path):
 
 
 def test_a_finished_run_says_so(dataset, tmp_path, capsys):
-    """Also where its checkpoints were removed."""
+    """Also where its checkpoints were removed; but not of settings that are another run's."""
     run("--max_steps=2", f"--out_dir={tmp_path}/a", dataset=dataset)
     before = (tmp_path / "a/log.jsonl").read_text()
     for _ in range(2):
         run("--max_steps=2", f"--out_dir={tmp_path}/a", dataset=dataset)
         assert "is finished: all of its 2 steps" in capsys.readouterr().out
         shutil.rmtree(tmp_path / "a/step_00000002", ignore_errors=True)
+    for flag in ("max_steps=1", "learning_rate=0.001", "lr_schedule=linear"):
+        flags = ["--max_steps=2", f"--{flag}", f"--out_dir={tmp_path}/a"]
+        wrong(["a holds another run", f"{flag.split('=')[1]} here"], *flags, dataset=dataset)
     assert (tmp_path / "a/log.jsonl").read_text() == before
 
 
@@ -446,7 +449,7 @@ def test_a_full_disk_wherever_it_is_met(dataset, tmp_path, capsys, monkeypatch):
         assert caught.value.code == 1
         del caught
         gc.collect()  # the frames in its traceback hold the lock on out_dir
-        assert re.search(r"error: .*No space left on device", capsys.readouterr().err)
+        assert re.search("^error: .*No space left on device", capsys.readouterr().err, re.M)
         assert [p.name for p in (tmp_path / "a").glob("step*")] == ["step_00000006"]
 
     for file in (".lock", "log.part"):
@@ -633,6 +636,15 @@ def test_train_losses_are_means(dataset, tmp_path, capsys):
     assert f"train {np.mean(losses[3:5]):.4f} over 2 steps  val" in capsys.readouterr().out
 
 
+def test_gradient_norms_are_those_before_clipping(dataset, tmp_path):
+    for clip in (0, 0.01):
+        flags = ["--max_steps=1", f"--grad_clip={clip}", f"--out_dir={tmp_path}/{clip}"]
+        run(*flags, dataset=dataset)
+    free, clipped = (events(tmp_path / clip, "train")[0] for clip in ("0", "0.01"))
+    for name in ("grad_norm", "query_grad_norm"):
+        assert free[name] == pytest.approx(clipped[name]) and free[name] > 0.01
+
+
 def test_80_columns(dataset, tmp_path, capsys, monkeypatch):
     """Neither the header wraps nor the bar shrinks."""
     terminal, end = os.openpty()
@@ -687,9 +699,9 @@ def test_weights_and_biases(dataset, tmp_path, monkeypatch):
         begun.append(kwargs)
         if len(begun) == 3:
             raise Error("api_key not configured")
+        return SimpleNamespace(id=kwargs["id"] or "chosen by wandb")
 
     fake = SimpleNamespace(init=init, log=lambda numbers, step: None, Error=Error)
-    fake.util = SimpleNamespace(generate_id=lambda: f"id {len(begun)}")
     monkeypatch.setitem(sys.modules, "wandb", fake)
     run(*flags, dataset=dataset)
     for _ in range(2):
@@ -700,7 +712,8 @@ def test_weights_and_biases(dataset, tmp_path, monkeypatch):
             run(*flags, dataset=dataset)
         else:
             wrong(["api_key not configured", "wandb login"], *flags, dataset=dataset)
-    assert [(b["id"], b["resume"], b["project"]) for b in begun] == 3 * [("id 0", "allow", "project")]
+    assert [b["id"] for b in begun] == [None, "chosen by wandb", "chosen by wandb"]
+    assert {(b["resume"], b["project"]) for b in begun} == {("allow", "project")}
     monkeypatch.setitem(sys.modules, "wandb", None)
     wrong(["pip install wandb"], *flags, dataset=dataset)
 
