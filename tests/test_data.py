@@ -558,7 +558,7 @@ def test_find_dataset(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="make it with: python prepare_data.py config/data_anneal.py"):
         data.find_dataset("anneal")
     jsonl(tmp_path / "a.jsonl", articles(100))
-    out = make("~/a.jsonl, *.jsonl", "~/data/mine")
+    out = make("~/a.jsonl, *.jsonl", tmp_path / "data/mine")
     assert (
         out == tmp_path / "data/mine" and len(sum(splits(out), [])) == 100
     )  # a file named twice counts once
