@@ -681,6 +681,7 @@ def test_log(dataset, tmp_path, capsys):
     said = capsys.readouterr().out
     for words in (
         "with the 388 of residual=delta",
+        "tokens of bytes, an epoch is",
         "256 tokens = 1 ranks",
         "routing     torch (",
         "weight decay 0.1",
