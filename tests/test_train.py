@@ -818,6 +818,7 @@ def test_a_folder_that_holds_another_run(dataset, tmp_path):
     wrong(
         [words, f"--out_dir={tmp_path}/a_learning_rate=0.001"], *here, "--learning_rate=1e-3", dataset=dataset
     )
+    wrong(["another run (eval_windows=7 there, 3 here)"], *here, "--eval_windows=3", dataset=dataset)
     words = "another run (residual=mhar there, hc here; n_layer=2 there, 3 here; seed=42 there, 1 here)"
     wrong([words], *here, "--seed=1", "--n_layer=3", "--residual=hc", dataset=dataset)
     wrong(["is another model", "ffn_dim=48 there, 64 here"], f"--init_from={tmp_path}/a", "--ffn_dim=64",
@@ -861,7 +862,7 @@ def test_the_default_folder(dataset, tmp_path, monkeypatch):
         return sorted(set(os.listdir("out")) - before)
 
     assert made() == ["tiny_mhar_dataset=my-data"]
-    assert made("--batch_size=2", "--eval_windows=1", "--compile=false") == []
+    assert made("--batch_size=2", "--eval_interval=1", "--compile=false") == []
     assert made("--residual=baseline") == ["tiny_baseline_dataset=my-data"]
     assert made("--max_steps=2", "--seed=1") == ["tiny_mhar_dataset=my-data_seed=1_max_steps=2"]
     start = "--init_from=out/tiny_baseline_dataset=my-data/step_00000001"
