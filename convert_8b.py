@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from configurator import Parser, UserError, cli, output_folder
+from configurator import Parser, RunError, UserError, cli, output_folder
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -132,7 +132,7 @@ def new_folder(path):
         os.sync()
         part.rename(path)
     except SafetensorError as error:  # a full disk
-        raise UserError(f"{path} cannot be written: {error}") from error
+        raise RunError(f"{path} cannot be written: {error}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

@@ -74,7 +74,7 @@ class Measure:
 
 
 def perplexity(loss):
-    return Measure({}, math.exp(loss.value) if loss.value < 709 else math.inf)
+    return Measure({}, math.inf if loss.value > 709 else math.exp(loss.value))
 
 
 def accuracy(right):

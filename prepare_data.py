@@ -143,7 +143,7 @@ def documents(path, part, parts, column):
         with fsspec.open(path, "rb") as file:
             if path.endswith(TEXT):
                 data = file.read()
-                yield "" if b"\0" in data else data.decode("utf-8-sig", "replace")  # zeros: a binary file
+                yield "" if b"\0" in data else data.decode("utf-8", "replace")  # zeros: a binary file
                 return
             if path.endswith(".parquet"):
                 rows = parquet_rows(file, part, parts, column)
@@ -206,6 +206,7 @@ def encode(texts, settings):
     """[(ids with an eot, is it val, bytes of text, does it hold U+FFFD)] of documents."""
     tokenizer, encoded = load_tokenizer(settings.tokenizer), []
     for text in texts:
+        text = text.removeprefix("\ufeff")  # a byte-order mark, of a file or of a row
         composed = unicodedata.normalize("NFC", text)
         ids = np.append(tokenizer.encode(composed if tokenizer.nfc else text), np.uint32(tokenizer.eot))
         document = composed.encode()

@@ -303,7 +303,7 @@ def test_what_is_in_a_folder(tmp_path, capsys):
     (folder / "latin.txt").write_bytes(b"caf\xe9")
     (folder / "binary.txt").write_text("utf-16", "utf-16-le")
     (folder / "empty.txt").touch()
-    rows = b'{"text": "three"}\n\n{"text": "caf\xe9"}\r\n{"text": null}\n{"text": "\\ud83d", "id": 1}'
+    rows = b'{"text": "\\ufeffthree"}\n\n{"text": "caf\xe9"}\r\n{"text": null}\n{"text": "\\ud83d", "id": 1}'
     (folder / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + rows)
     everything = dict(val_protocol="paper", val_fraction=1)
     expected = ["caf\ufffd", "caf\ufffd", "one", "three", "two", "\ufffd\ufffd\ufffd"]

@@ -170,6 +170,9 @@ def test_a_uniform_byte_model_scores_8_bits(tmp_path, dataset):
         model.head.weight[1] = 1e4
     found = values(save(model, tmp_path / "far", dataset))
     assert found["loss"] > 709 and found["perplexity"] == math.inf
+    with torch.no_grad():
+        model.head.weight[1] = math.nan
+    assert math.isnan(values(save(model, tmp_path / "nan", dataset))["perplexity"])
 
 
 def test_bytes_of_tokens():
