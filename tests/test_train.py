@@ -839,6 +839,7 @@ def test_a_folder_that_holds_another_run(dataset, tmp_path):
     shutil.copytree(meta.parent, tmp_path / "imported/step_00000000")
     (tmp_path / "imported/step_00000000/meta.json").write_text(json.dumps(imported))
     wrong(["another run (dataset=None"], f"--out_dir={tmp_path}/imported", dataset=dataset)
+    wrong(["is a checkpoint"], f"--out_dir={tmp_path}/a/step_00000002", dataset=dataset)
     qwen = [header_changed(tmp_path / "moved", tmp_path / "q", tokenizer="qwen3")]
     qwen += [header_changed(qwen[0], tmp_path / "qq", "val.bin", tokenizer="qwen3", sha256="1")]
     wrong([f"another run (dataset={dataset} (other data) there"], *here, dataset=qwen[1])
