@@ -180,7 +180,7 @@ def convert(value, kind, where):
         with contextlib.suppress(ValueError, SyntaxError, TypeError):  # what is no literal stays text
             text = {"true": "True", "false": "False"}.get(value, value.strip())
             value = ast.literal_eval(text)
-            if core is dict and len(ast.parse(text, mode="eval").body.keys) > len(value):
+            if isinstance(value, dict) and len(ast.parse(text, mode="eval").body.keys) > len(value):
                 raise UserError(f"{where}: a name is given twice; give it once")
     if core in (bool, dict) and isinstance(value, core):
         return value

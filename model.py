@@ -825,13 +825,13 @@ class GPT(nn.Module):
 
 
 def compile_model(model, in_parts=False):
-    """torch.compile -> the forward function for training: the model as one graph, or, around routing kernels
-    and under FSDP, its parts: one graph each of attention, MLP and loss serves all layers, and what runs
-    between them is not traced. In parts a deep model starts several times sooner."""
+    """torch.compile -> the forward function for training: the model as one graph, or in parts, where routing
+    kernels or FSDP come between them or the residual method names some. One graph each of attention, MLP and
+    loss then serves all layers, and what runs between them is not traced; a deep model starts sooner."""
     compiler = partial(torch.compile, fullgraph=True, dynamic=False)
     if not (in_parts or model.residual.kernel == "triton" or model.residual.compiled):
         return compiler(model)
-    torch._dynamo.config.recompile_limit = 256  # of block's mix: a graph for each number of sources
+    torch._dynamo.config.recompile_limit = 256  # of block's mix: one for each number of sources
     parts = [(model, "loss"), *((model.residual, name) for name in model.residual.compiled)]
     parts += [(part, "forward") for layer in model.layers for part in (layer.attn, layer.mlp)]
     for module, name in parts:

@@ -735,12 +735,20 @@ class _Chain:
                 # Without a part of its own backward_inter writes to dh: free with rows of 2,048 and 2,560
                 # bytes, and with 1,024 bytes 1.3 ms of 3.4 (H200, 16,384 tokens).
                 apart = D * dtype.itemsize <= 1024 and end > s1
-                self.part = self.new(M, G, D, dtype=dtype) if apart else self.dh[0]
-                self.part_c = self.new(M, H, G)
+                self.dpart = self.new(M, G, D, dtype=dtype) if apart else self.dh[0]
+                self.dpart_c = self.new(M, H, G)
                 if end > s1:
-                    later += later[-1:] * ((1 << (-(-S // G) - 2).bit_length()) - len(later))
-                    args = self.v, self.rstd, *self.u_parts, tuple(later), self.lse_t, self.delta_t, self.part
-                    args = *args, self.part_c, self.ds, M, S, s0, s1, end
+                    later += later[-1:] * (len(self.lse) - 1 - len(later))
+                    args = (
+                        self.v,
+                        self.rstd,
+                        *self.u_parts,
+                        tuple(later),
+                        self.lse_t,
+                        self.delta_t,
+                        self.dpart,
+                    )
+                    args = *args, self.dpart_c, self.ds, M, S, s0, s1, end
                     backward_inter[(H * -(-M // 2),)](*args, **inter, num_stages=2)
             args = (
                 self.v,
@@ -754,7 +762,7 @@ class _Chain:
                 self.lse_t,
                 self.delta_t,
             )
-            args = *args, self.part, self.part_c, self.own, dv, M, S, s, s0, s1, end
+            args = *args, self.dpart, self.dpart_c, self.own, dv, M, S, s, s0, s1, end
             config = _intra_config(D, H, backward=True) | dict(MERGE=end > s1)
             backward_intra[(M,)](*args, **config)
             if s == s0:
@@ -769,7 +777,7 @@ class _Chain:
         """-> the gradient [S, D] of u, zeros at sites that never ran."""
         du = F.pad(self.du[:, : self.end].sum(0), (0, 0, 0, len(self.u) - self.end))
         self.dh = self.delta = self.own = self.lse_t = self.delta_t = self.ds = self.du = None
-        self.part = self.part_c = None
+        self.dpart = self.dpart_c = None
         return du
 
 

@@ -256,6 +256,21 @@ def test_repeated_interleaved_and_interrupted_passes():
     assert equal(torch.autograd.grad(other_out.square().sum(), other), other_alone)
 
 
+def test_backward_amid_a_forward():
+    """A backward of the first sites leaves alone what the forward still needs."""
+    reads = []
+    for middle in (False, True):
+        x, query, key_norm, *weights = inputs(12, 2, 32, 2, torch.float32)
+        router = FusedRouter(x, query, key_norm, 2)
+        for s, w in enumerate(weights):
+            h = router.read()
+            if middle and s == 9:
+                torch.autograd.grad(h.sum(), x, retain_graph=True)
+            router.write(tanh_layer(h, w))
+        reads.append(router.read())
+    assert torch.equal(*reads)
+
+
 def test_limits_are_named():
     x, q = torch.randn(2, 32, device=DEVICE), torch.randn(3, 32, device=DEVICE)
     wide, deep = q.repeat(1, 4), q[:1].expand(258, 32)

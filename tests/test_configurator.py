@@ -92,6 +92,7 @@ BAD = """
 --mix={[]:1}  needs dict
 --mix=f()  needs dict
 --mix={'a':1,'a':2}  a name is given twice
+--mix=[1]  needs dict
 --learning_rat=1  '--learning_rat=1': no such key; did you mean 'learning_rate'?
 --zzzzzz=1  no such key; -h lists them
 --no-compile  did you mean 'compile'?
